@@ -17,8 +17,8 @@ from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_numbers import further_ways
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_others import Others
-from halfulp.reconstruct.operation_places import only_where, place
-from halfulp.reconstruct.operation_read import read_ways, steps_read
+from halfulp.reconstruct.operation_places import only_in, place
+from halfulp.reconstruct.operation_read import function_ways, read_ways
 from halfulp.reconstruct.operation_regions import (
     groups_of,
     hidden_regions,
@@ -63,7 +63,6 @@ OFTEN = 0.3  # of the calls where the kernel is right, on which such a way may b
 WRONG = -0.05  # how a way fits other calls, below which it is wrong there
 GROSS = 0.1  # relative error above which the question is which function it is
 SMALL = 0.5  # below which it is likelier a rounding, or a short sum
-FAILING = 2  # calls beside this one, from which on a way may be of them alone
 READ = 500  # ways, those whose errors are most like the kernel's, whose regions are read off
 IN_REGIONS = 64  # ways, each in a region that results show, that are looked at
 LIKELY = 16  # ways whose errors are most like the kernel's are tried in regions that do not show
@@ -132,11 +131,20 @@ class Judge:
         if len(chosen) > 1:
             fits = self.held.fit(base, chosen)
         if not self._holds(base, share, chosen, start):
-            alone = self._of_results(base) or self._where_it_fails(found, start)
-            return alone or self._unexplained(share, chosen, base)
+            if there := self._in_these_calls(found):
+                return self._named(there, [], False, start)
+            return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
         return FoundWay(chosen[0].key, text, share, fits, self._failing, rivals, alike)
+
+    def _in_these_calls(self, found: list[_Tried]) -> list[_Tried]:
+        """Ways that explain this call, in the calls alone whose sizes or options those which fail
+        share and no other has: a kernel has other code for them.
+        """
+        whole = [one for one in found if one[1] >= WHOLLY and one[2].only is None]
+        only = only_in(self.trial, self.others) if whole else None
+        return [(of, s, replace(way, only=only)) for of, s, way in whole] if only else []
 
     def _holds(self, base: Rounding, share: float, chosen: tuple[Way, ...], start: float) -> bool:
         """Whether ways explain enough here, and on the other calls what they are ways of."""
@@ -202,27 +210,16 @@ class Judge:
     def _of_results(self, base: Rounding) -> FoundWay | None:
         """What explains results where gradients, which are another function's, hide it."""
         alone = self.trial.of_results
-        if alone is None or not (self.thorough and steps_read(alone, base)):
+        if alone is None or not self.thorough:
             return None
         others = [t.of_results or t for t in self.others if not t.calls.grads or t.of_results]
         judge = Judge(alone, others, thorough=False)
-        more = (*read_ways(alone, base), *rewritten_ways(alone.calls))
+        calls = alone.calls
+        more = (*read_ways(alone, base), *rewritten_ways(calls), *_common(calls),
+                *rare_ways(calls), *function_ways(alone, base))  # fmt: skip
         found = [(base, *alone.best(base, (), way)) for way in more if alone.concerns(base, way)]
         named = judge._named(found, [], False, 0.0) if judge._whole(found) else None
         return named if named is not None and named.share else None
-
-    def _where_it_fails(self, found: list[_Tried], start: float) -> FoundWay | None:
-        """What explains all calls that fail, where an option or a size tells these from the others:
-        what a kernel does there says nothing of what it does elsewhere.
-        """
-        failing = [t for t in self.others if t.failing]
-        if len(failing) < FAILING or not (where := only_where(self.trial, self.others)):
-            return None
-        judge = replace(self, others=failing)
-        (base, share, way), fits, rivals = judge._told_apart(found)
-        if share < WHOLLY or not judge._holds(base, share, (way,), start):
-            return None
-        return FoundWay(way.key, f"{way}, {where}", share, fits, self._failing, rivals)
 
     def _alone(self, bases: list[Rounding]) -> tuple[list[_Tried], list[Way]]:
         """Every way tried by itself, roundings first where errors are small, and those that tell
@@ -306,6 +303,7 @@ class Judge:
             *((of, further_ways(self.trial, of, part), Natural.NUMBER) for of, part in numbers),
             (base, rare_ways(calls), Natural.RARE),
             (base, filled_up(calls), Natural.RARE),
+            (base, function_ways(self.trial, base), Natural.RARE),
         )
         for of, rarer, natural in stages:
             if not self._sure(more):

@@ -254,15 +254,27 @@ def other_values(values: Tensor | None) -> Iterator[Mistake]:
 
 
 def rare_values(values: Tensor | None) -> Iterator[Mistake]:
-    """Values that are flushed to 0, or in the place of which stands another power of them."""
+    """Values that are flushed to 0, or in the place of which stands another power of them; of large
+    ones those that a table does not hold, left out or read from its beginning.
+    """
     for least in _BELOW:
         few = values is not None and float((values.abs() < least).double().mean()) < _LOST
         if not few and (values is None or bool(values.any())):
             alter = partial(_flushed, least)
             yield Mistake("limited", f"is 0 where it is below {least:.2g}", alter)
+    largest = float(values.abs().amax()) if values is not None and values.numel() else 0.0
+    for most in (2.0**n for n in range(7, 18)):
+        if largest / 256 < most <= largest:
+            alter = partial(_within, most)
+            yield Mistake("limited", f"is left out where it is {most:g} or above", alter)
+            yield Mistake("limited", f"is taken modulo {most:g}", partial(torch.fmod, other=most))
     yield Mistake("factor", "is the inverse of what it should be", torch.reciprocal)
     yield Mistake("factor", "is the square of what it should be", torch.square)
     yield Mistake("factor", "is the root of what it should be", torch.sqrt)
+
+
+def _within(most: float, x: Tensor) -> Tensor:
+    return torch.where(x.abs() < most, x, 0.0)
 
 
 def _flushed(least: float, x: Tensor) -> Tensor:
@@ -284,6 +296,10 @@ def rare_ends(length: int) -> Iterator[AlongMistake]:
     """What is left out but for one end, or at the beginning."""
     for count in (1, *BLOCKS):
         if count < length:
+            if length % count == 0 and count > 1:
+                rest = slice(None, length - count)
+                text = f"is left out in the last {count} of {length}, a whole block"
+                yield AlongMistake("end", text, partial(_only, part=rest))
             last = (length - 1) // count * count
             text = f"is left out but for the last block of {count}, from {last} of {length} on"
             yield AlongMistake("term-missing", text, partial(_last, block=count))

@@ -83,7 +83,7 @@ class Others:
         if any(t.is_mixed and t.share(base, chosen) > PROVES for t in failing):
             return True
         apart = sum(not t.failing for t in self.trials) >= CALLS and not self.harm(base, chosen)
-        return apart and not any(way.region for way in chosen)
+        return apart and not any(way.region or way.only for way in chosen)
 
     def alike(
         self, base: Rounding, way: Way, found: Sequence[tuple[Rounding, float, Way]]

@@ -4,24 +4,19 @@ values of that step would make it; and along which sizes, or at which values of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from halfulp.operations import (
-    Rounding,
-    sizes_of,
-)
+from halfulp.operations import OperationCalls, Rounding, sizes_of
 from halfulp.reconstruct.operation_called import trial
 from halfulp.reconstruct.operation_read import steps_read
 from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial
-from halfulp.reconstruct.operation_ways import (
-    Way,
-    said,
-    shapes_of_steps,
-)
+from halfulp.reconstruct.operation_ways import Condition, Way, said, shapes_of_steps
 from halfulp.targets.manner import PLAIN
 
 BY = 0.05  # of its size, by which a step is moved to see what hangs on it
@@ -55,12 +50,16 @@ def place(trial: Trial, base: Rounding, others: Sequence[Trial]) -> Place:
     off = f"is not finite in {broken} elements" if broken else off
     alone = " alone" if len(trial.failing) == 1 < len(trial.kernel) else ""
     parts = [f"{name}{alone} {off}"]
-    if only := only_where(trial, others):
-        parts.append(only)
+    if only := only_in(trial, others):
+        parts.append(only.text)
     # NaN and Inf have no size that another value of a step would make
     # and where one call does not tell a step another that fails may
     asked = (trial, *[t for t in others if t.failing and not t.nonfinite][:MORE])
-    begins = "" if broken else next((b for one in asked if (b := _begins(one, base))), "")
+    begins = (
+        _begins_broken(trial, base, name)
+        if broken
+        else next((b for one in asked if (b := _begins(one, base))), "")
+    )
     if begins or (not broken and (begins := _like_noise(trial, base))):
         parts.append(begins)
     if sits := _overflows(trial, name) or _sits(trial, name):
@@ -100,21 +99,66 @@ def manner_of(run: Run, one: Trial) -> str:
     return f"{one.failing[0]} is off only where {' and '.join(told)}"
 
 
-def only_where(one: Trial, others: Sequence[Trial]) -> str:
+def only_in(one: Trial, others: Sequence[Trial]) -> Condition | None:
     """Options and sizes that all calls which fail share, and no other has."""
     wrong, right = [one, *(t for t in others if t.failing)], [t for t in others if not t.failing]
-    for name in one.calls.options:
+    for name in one.calls.options if right else ():
         bad, good = ({repr(t.calls.options[name]) for t in group} for group in (wrong, right))
-        if right and not bad & good:
-            return f"only where {name} is {' or '.join(sorted(bad))}"
-    for symbol in sizes_of(one.calls) if len(wrong) > 1 else ():
-        large, small = ([sizes_of(t.calls)[symbol] for t in group] for group in (wrong, right))
-        if small and min(large) > max(small):
-            return f"only from {symbol} = {min(large)} on, not up to {max(small)}"
+        if not bad & good:
+            told = " or ".join(sorted(bad))
+            return Condition(f"only where {name} is {told}", partial(_has_option, name, bad))
+    for symbol in sizes_of(one.calls) if right and len(wrong) > 1 else ():
+        bad, good = ([sizes_of(t.calls)[symbol] for t in group] for group in (wrong, right))  # type: ignore[assignment]
+        if min(bad) > max(good):
+            text = f"only from {symbol} = {min(bad)} on, not up to {max(good)}"
+            return Condition(text, partial(_is_between, symbol, min(bad), math.inf))
+        if max(bad) < min(good):
+            text = f"only up to {symbol} = {max(bad)}, not from {min(good)} on"
+            return Condition(text, partial(_is_between, symbol, 0, max(bad)))
         for block in (8, 16, 32, 64, 128):
-            if small and all(n % block for n in large) and not any(n % block for n in small):
-                return f"only where {symbol} is no multiple of {block}"
-    return ""
+            for whole, told in ((False, "no multiple"), (True, "a multiple")):
+                own, other = ({(n % block == 0) is whole for n in group} for group in (bad, good))
+                if own == {True} and other == {False}:
+                    text = f"only where {symbol} is {told} of {block}"
+                    return Condition(text, partial(_is_whole, symbol, block, whole))
+    return None
+
+
+def _has_option(name: str, values: set[str], calls: OperationCalls) -> bool:
+    return repr(calls.options[name]) in values
+
+
+def _is_between(symbol: str, least: int, most: float, calls: OperationCalls) -> bool:
+    return least <= sizes_of(calls)[symbol] <= most
+
+
+def _is_whole(symbol: str, block: int, whole: bool, calls: OperationCalls) -> bool:
+    return (sizes_of(calls)[symbol] % block == 0) is whole
+
+
+def _begins_broken(trial: Trial, base: Rounding, name: str) -> str:
+    """The steps without numbers in which results would lack those that the kernel's lack."""
+    # gradients inherit what is wrong with results, or are another function's
+    results = [n for n in trial.kernel if not n.startswith("grad_")]
+    broken = {
+        n: ~trial.kernel[n].isfinite() & trial.exact[n].isfinite()
+        for n in (results if name in results else trial.kernel)
+    }
+    found = []
+    for step, shape in shapes_of_steps(trial.calls).items():
+        where = broken[name][0]
+        for dim, n in enumerate(shape) if len(shape) == where.ndim else ():
+            where = where if n == where.shape[dim] else where.any(dim, keepdim=True)
+        for here in (torch.ones(shape, dtype=torch.bool), where):
+            way = Way("", "", {step: partial(torch.masked_fill, mask=here, value=torch.nan)})
+            made = trial.emulated(base, (way,)) if here.shape == shape else None
+            if made and all(torch.equal(~made[n].isfinite(), x) for n, x in broken.items()):
+                found.append(said(step))
+                break
+    # of those that results do not tell apart the last is where numbers were lost at the latest
+    *more, last = found or [""]
+    told = f" (or at {' or '.join(more[: -OTHERS - 1 : -1])})" if more else ""
+    return f"numbers are missing from {last} on{told}" if last else ""
 
 
 def _begins(trial: Trial, base: Rounding) -> str:

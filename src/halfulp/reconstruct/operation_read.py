@@ -32,6 +32,10 @@ BEGINS = 0.8  # share of an error from which on it begins at a step
 SPREAD = 0.05  # of logarithms, below which numbers are too alike to tell a power
 STRAIGHT = 0.99  # of the variance of logarithms, that another step has to explain
 OTHER = 0.04  # a power that is nearer to 1 is none
+POINTS = 16  # numbers that tell of which function a step is another
+CURVE = 256  # points of a curve at most
+FORETOLD = 0.1  # share of its squared distance from 1 by which half of one may miss the other
+SLIGHTLY = 0.02  # up to which another function is an approximation
 LARGE = 0.3  # of the largest change, from which on a number is at a limit
 
 
@@ -61,8 +65,79 @@ def read_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
             yield from relation(trial, read)
 
 
-def steps_read(trial: Trial, base: Rounding) -> list[Read]:
-    """Steps and operands other numbers of which make the error, those that do so best first."""
+def function_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
+    """A step that is another function of its exact value, or of its mantissa, as approximations
+    are: read off a call's numbers, every second of which foretells those between.
+    """
+    for read in steps_read(trial, base, 1.0):
+        here = (read.shown > 0) & (read.own != 0) & read.found.isfinite()
+        own, found, weight = (
+            read.own[here],
+            read.found[here],
+            read.shown[here] * read.own[here] ** 2,
+        )
+        if own.numel() < POINTS or not bool((own * own[0] > 0).all()):
+            continue
+        for of, key in _KEYS.items():
+            at, ratio, due = _curve(key(own), found / own, weight)
+            even = _between(at[::2], ratio[::2], at[1::2])
+            left = (due[1::2] * (even - ratio[1::2]).square()).sum()
+            if float(left) > FORETOLD * float((due[1::2] * (ratio[1::2] - 1).square()).sum()):
+                continue
+            least, most = float(ratio.min()), float(ratio.max())
+            slight = max(1 - least, most - 1) < SLIGHTLY
+            told = (
+                f"off by up to {100 * max(1 - least, most - 1):.2g} %"
+                if slight
+                else f"{least:.3g} to {most:.3g} times what it should be"
+            )
+            text = f"{said(read.name)} is another function of its {of}: {told}"
+            alter = partial(_as_curve, key, at, ratio)
+            yield Way("coarser" if slight else "term-missing", text, {read.name: alter})
+
+
+def _of_mantissa(x: Tensor) -> Tensor:
+    return x.abs().clamp_min(1e-300).log2() % 1
+
+
+_KEYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "value": lambda x: x.abs().clamp_min(1e-300).log2(), "mantissa": _of_mantissa,
+}  # fmt: skip
+
+
+def _curve(key: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Points of a curve in order, means of neighbors where there are many, and their weights."""
+    order = key.argsort()
+    parts = [x[order].tensor_split(min(len(order), CURVE)) for x in (key, value, weight)]
+    due = torch.stack([w.sum() for w in parts[2]])
+    means = [torch.stack([(w * x).sum() / w.sum() for x, w in zip(p, parts[2], strict=True)])
+             for p in parts[:2]]  # fmt: skip
+    return *means, due  # type: ignore[return-value]
+
+
+def _between(at: Tensor, value: Tensor, key: Tensor) -> Tensor:
+    """A curve's values, those of its ends beyond them."""
+    right = torch.searchsorted(at.contiguous(), key.contiguous()).clamp(1, len(at) - 1)
+    low, high = at[right - 1], at[right]
+    share = ((key - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
+    return value[right - 1] * (1 - share) + value[right] * share
+
+
+def _as_curve(key: Callable[[Tensor], Tensor], at: Tensor, ratio: Tensor, x: Tensor) -> Tensor:
+    return (x * _between(at, ratio, key(x.double()))).to(x.dtype)
+
+
+def steps_read(trial: Trial, base: Rounding, most: float = UNKNOWNS) -> list[Read]:
+    """Steps and operands other numbers of which make the error, those that do so best first; of
+    `most` values for each number that fails.
+    """
+    key = ("read", trial.failing, base.name, most)
+    if key not in trial.known:
+        trial.known[key] = _all_read(trial, base, most)
+    return trial.known[key]  # type: ignore[no-any-return]
+
+
+def _all_read(trial: Trial, base: Rounding, most: float) -> list[Read]:
     given = {OPERAND + n: x[0].shape for n, x in trial.calls.operands.items()
              if x.is_floating_point()}  # fmt: skip
     shapes = shapes_of_steps(trial.calls) | given
@@ -74,7 +149,7 @@ def steps_read(trial: Trial, base: Rounding) -> list[Read]:
             numbers = sum(trial.kernel[n].numel() for n in of)
             read = (
                 _read(trial, base, name, of)
-                if 0 < shape.numel() <= UNKNOWNS * numbers and trial.hangs_on(base, name) & {*of}
+                if 0 < shape.numel() <= most * numbers and trial.hangs_on(base, name) & {*of}
                 else None
             )
             if read is not None and read.share > BEGINS:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class Natural(IntEnum):
     RARE = 3
 
 
+class Condition(NamedTuple):
+    """Calls alone in which a kernel does something, and how that is told."""
+
+    text: str
+    holds: Callable[[OperationCalls], bool]
+
+
 @dataclass(frozen=True)
 class Way:
     """One thing that a kernel may do: steps altered by name, options read otherwise, operands or
@@ -87,10 +94,12 @@ class Way:
     eager: Callable[[], tuple[Any, Any]] | None = None
     define: Any = None  # another definition
     region: Region | None = None  # where alone
+    only: Condition | None = None  # and in which calls
     natural: Natural = Natural.COMMON
 
     def __str__(self) -> str:
         text = f"{self.text}, {self.region.text}" if self.region is not None else self.text
+        text = f"{text}, {self.only.text}" if self.only is not None else text
         of_pass = self.alone in ("forward", "backward")
         where = f"in the {self.alone} pass" if of_pass else f"in what makes {self.alone}"
         return f"{text} {where} alone" if self.alone else text
@@ -113,7 +122,9 @@ class Way:
 
 
 def _on(calls: OperationCalls, way: Way) -> Way:
-    """The way where what it does hangs on values, on these calls."""
+    """The way where what it does hangs on values, on these calls; none on calls it is not of."""
+    if way.only is not None and not way.only.holds(calls):
+        return Way(way.cause, way.text)
     while way.of_calls is not None:
         way = replace(way.of_calls(calls), region=way.region)
     return way
