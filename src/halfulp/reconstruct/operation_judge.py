@@ -135,9 +135,11 @@ class Judge:
 
     def _in_these_calls(self, found: list[_Tried]) -> list[_Tried]:
         """Ways that explain this call, in the calls alone whose sizes or options those which fail
-        share and no other has: a kernel has other code for them.
+        share and no other has: a kernel has other code for them. Limits are fitted to a call, and
+        where few calls are left to tell, rows that are alike have any.
         """
-        whole = [one for one in found if one[1] >= WHOLLY and one[2].only is None]
+        ways = (one for one in found if one[2].only is None and one[2].cause != "limited")
+        whole = [one for one in ways if one[1] >= WHOLLY]
         only = only_in(self.trial, self.others) if whole else None
         return [(of, s, replace(way, only=only)) for of, s, way in whole] if only else []
 
@@ -209,10 +211,13 @@ class Judge:
             return None
         others = [t.of_results or t for t in self.others if not t.calls.grads or t.of_results]
         judge = Judge(alone, others, thorough=False)
-        calls = alone.calls
-        more = (*read_ways(alone, base), *rewritten_ways(calls), *_common(calls),
-                *rare_ways(calls), *function_ways(alone, base))  # fmt: skip
-        found = [(base, *alone.best(base, (), way)) for way in more if alone.concerns(base, way)]
+        calls, found = alone.calls, list[_Tried]()
+        for stage in (read_ways(alone, base), rewritten_ways(calls), filled_up(calls),
+                      _common(calls), rare_ways(calls), function_ways(alone, base)):  # fmt: skip
+            if not judge._whole(found):
+                found += [
+                    (base, *alone.best(base, (), w)) for w in stage if alone.concerns(base, w)
+                ]
         named = judge._named(found, [], False, 0.0) if judge._whole(found) else None
         return named if named is not None and named.share else None
 
