@@ -17,7 +17,7 @@ from halfulp.reconstruct.operation_mistakes import Region, regions
 from halfulp.reconstruct.operation_numbers import further_ways
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_others import Others
-from halfulp.reconstruct.operation_places import only_in, place
+from halfulp.reconstruct.operation_places import place
 from halfulp.reconstruct.operation_read import function_ways, read_ways
 from halfulp.reconstruct.operation_regions import hidden_regions, regions_of, visible_regions
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
@@ -126,22 +126,12 @@ class Judge:
         if len(chosen) > 1:
             fits = self.held.fit(base, chosen)
         if not self._holds(base, share, chosen, start):
-            if there := self._in_these_calls(found):
+            if there := self.held.in_these_calls(found, WHOLLY):
                 return self._named(there, [], False, start)
             return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
         return FoundWay(chosen[0].key, text, share, fits, self._failing, rivals, alike)
-
-    def _in_these_calls(self, found: list[_Tried]) -> list[_Tried]:
-        """Ways that explain this call, in the calls alone whose sizes or options those which fail
-        share and no other has: a kernel has other code for them. Limits are fitted to a call, and
-        where few calls are left to tell, rows that are alike have any.
-        """
-        ways = (one for one in found if one[2].only is None and one[2].cause != "limited")
-        whole = [one for one in ways if one[1] >= WHOLLY]
-        only = only_in(self.trial, self.others) if whole else None
-        return [(of, s, replace(way, only=only)) for of, s, way in whole] if only else []
 
     def _holds(self, base: Rounding, share: float, chosen: tuple[Way, ...], start: float) -> bool:
         """Whether ways explain enough here, and on the other calls what they are ways of."""
