@@ -9,6 +9,7 @@ from torch.nn import functional
 from halfulp.audit import audit
 from halfulp.operations import drawn_calls, operation_named
 from halfulp.reconstruct.operation_called import trial
+from halfulp.reconstruct.operation_operands import operand_ways
 from halfulp.reconstruct.operation_places import only_in, place
 from halfulp.reconstruct.operation_read import function_ways
 from tests.reconstruct.test_operation_reached import run_of
@@ -78,7 +79,7 @@ def gated(sigmoid):
 def test_another_function_foretells_other_numbers():
     one = asked(gated(sigmoid_of_three_pieces), "swiglu")
     base = one.calls.operation.floor
-    found = [way for way in function_ways(one, base) if "sigmoid" in way.steps]
+    found = [way for way in function_ways(one, base) if "_sigmoid" in way.steps]
     assert any("another function of its value" in way.text for way in found)
 
 
@@ -106,3 +107,33 @@ def test_numbers_are_missing_from_a_step_on():
     assert "numbers are missing from" in told
     assert "row_sum" in told
     assert "at 3 of" in told
+
+
+class Online(torch.autograd.Function):
+    """Rows in blocks of 64, whose sum is not rescaled to a new maximum."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        x = rows.float()
+        total, running = torch.zeros(len(x), 1), torch.full((len(x), 1), -torch.inf)
+        for part in x.split(64, -1):
+            running = torch.maximum(running, part.amax(-1, keepdim=True))
+            total = total + (part - running).exp().sum(-1, keepdim=True)
+        kept = (x - running).exp() / total
+        ctx.save_for_backward(kept)
+        return kept.to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        return (kept * (grad.float() - (kept * grad).sum(-1, keepdim=True))).to(grad.dtype)
+
+
+def test_a_sum_that_is_not_rescaled_is_known():
+    one = asked(lambda input, dim: Online.apply(input), "softmax")
+    base = one.calls.operation.floor
+    shares = {way.text: one.share(base, (way,)) for way in operand_ways(one.calls)}
+    told = max(shares, key=shares.__getitem__)
+    assert "row_sum is not rescaled" in told
+    assert "one block of 64 to" in told
+    assert shares[told] > 0.99

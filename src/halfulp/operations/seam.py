@@ -147,3 +147,10 @@ class _Changed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor):  # type: ignore[no-untyped-def]
         return ctx.change(f"grad_{ctx.name}", grads[0]), None, None  # type: ignore[attr-defined]
+
+
+def running_maximum(rows: Tensor, block: int) -> Tensor:
+    """Of each element the largest of its row up to the end of its block."""
+    length = rows.shape[-1]
+    ends = (torch.arange(length) // block * block + block - 1).clamp(max=length - 1)
+    return rows.cummax(-1).values[..., ends]

@@ -17,7 +17,7 @@ from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_numbers import further_ways
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
 from halfulp.reconstruct.operation_others import Others
-from halfulp.reconstruct.operation_places import only_in, place
+from halfulp.reconstruct.operation_places import place
 from halfulp.reconstruct.operation_read import function_ways, read_ways
 from halfulp.reconstruct.operation_regions import (
     groups_of,
@@ -131,20 +131,12 @@ class Judge:
         if len(chosen) > 1:
             fits = self.held.fit(base, chosen)
         if not self._holds(base, share, chosen, start):
-            if there := self._in_these_calls(found):
+            if there := self.held.in_these_calls(found, WHOLLY):
                 return self._named(there, [], False, start)
             return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
         alike = alike if len(chosen) == 1 else ()
         return FoundWay(chosen[0].key, text, share, fits, self._failing, rivals, alike)
-
-    def _in_these_calls(self, found: list[_Tried]) -> list[_Tried]:
-        """Ways that explain this call, in the calls alone whose sizes or options those which fail
-        share and no other has: a kernel has other code for them.
-        """
-        whole = [one for one in found if one[1] >= WHOLLY and one[2].only is None]
-        only = only_in(self.trial, self.others) if whole else None
-        return [(of, s, replace(way, only=only)) for of, s, way in whole] if only else []
 
     def _holds(self, base: Rounding, share: float, chosen: tuple[Way, ...], start: float) -> bool:
         """Whether ways explain enough here, and on the other calls what they are ways of."""
@@ -214,10 +206,13 @@ class Judge:
             return None
         others = [t.of_results or t for t in self.others if not t.calls.grads or t.of_results]
         judge = Judge(alone, others, thorough=False)
-        calls = alone.calls
-        more = (*read_ways(alone, base), *rewritten_ways(calls), *_common(calls),
-                *rare_ways(calls), *function_ways(alone, base))  # fmt: skip
-        found = [(base, *alone.best(base, (), way)) for way in more if alone.concerns(base, way)]
+        calls, found = alone.calls, list[_Tried]()
+        for stage in (read_ways(alone, base), rewritten_ways(calls), filled_up(calls),
+                      _common(calls), rare_ways(calls), function_ways(alone, base)):  # fmt: skip
+            if not judge._whole(found):
+                found += [
+                    (base, *alone.best(base, (), w)) for w in stage if alone.concerns(base, w)
+                ]
         named = judge._named(found, [], False, 0.0) if judge._whole(found) else None
         return named if named is not None and named.share else None
 

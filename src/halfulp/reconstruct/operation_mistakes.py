@@ -36,6 +36,7 @@ _BELOW = (
 _FACTORS = {-1.0: "has the other sign", 0.5: "is half of what it should be",
             2.0: "is twice what it should be"}  # fmt: skip
 _LOST = 0.001  # share of a tensor below such a number from which on that shows
+CAPS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0)  # of logits, as models have them
 BLOCKS = (8, 16, 32, 64)  # past the last of which an end is left out
 _SCALED_FP8 = Format("e8m3", 8, 3)
 
@@ -263,6 +264,10 @@ def rare_values(values: Tensor | None) -> Iterator[Mistake]:
             alter = partial(_flushed, least)
             yield Mistake("limited", f"is 0 where it is below {least:.2g}", alter)
     largest = float(values.abs().amax()) if values is not None and values.numel() else 0.0
+    for most in CAPS:
+        if largest > most / 8:
+            alter = partial(_capped, most)
+            yield Mistake("limited", f"is capped softly, by {most:g} tanh(x / {most:g})", alter)
     for most in (2.0**n for n in range(7, 18)):
         if largest / 256 < most <= largest:
             alter = partial(_within, most)
@@ -271,6 +276,10 @@ def rare_values(values: Tensor | None) -> Iterator[Mistake]:
     yield Mistake("factor", "is the inverse of what it should be", torch.reciprocal)
     yield Mistake("factor", "is the square of what it should be", torch.square)
     yield Mistake("factor", "is the root of what it should be", torch.sqrt)
+
+
+def _capped(most: float, x: Tensor) -> Tensor:
+    return most * (x / most).tanh()
 
 
 def _within(most: float, x: Tensor) -> Tensor:

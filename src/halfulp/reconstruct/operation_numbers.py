@@ -33,6 +33,7 @@ CLOSER = 0.02  # of a step, where it was too large
 FACTOR = 0.02  # a constant that is nearer to 1 is none
 MEANT = 3e-3  # and one that is nearer to a number of meaning is that
 SIGMAS = 8.0  # standard errors that a fitted number may be off: roundings are not independent
+FILLED = (16, 32, 64, 128, 256)  # lanes of a block, of which those past an end may count
 NAMES = 6  # numbers of meaning that one may be, at most
 NOTHING = 1e-3  # and one that is nearer to 0 leaves out
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # of a step, between which its limit is looked for
@@ -281,6 +282,9 @@ _TIMES = (0.125, 0.25, 1 / 3, 3.0, 4.0, 8.0)
 def _meant(calls: OperationCalls) -> dict[str, float]:
     """Numbers that have a meaning: constants, and what is made of sizes and options."""
     found = dict(_CONSTANTS)
+    for name, n in sizes_of(calls).items():
+        for block in FILLED:
+            found[f"what fills {name} up to a whole {block}"] = padded(block, n) - n
     for name, n in (sizes_of(calls) | dict(calls.options)).items():
         if isinstance(n, int | float) and not isinstance(n, bool) and n > 0:
             found |= {name: n, f"1 / {name}": 1 / n, f"√{name}": n**0.5, f"1 / √{name}": n**-0.5}

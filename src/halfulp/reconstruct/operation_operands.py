@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from halfulp.operations import OperationCalls, Tensors, sizes_of
 from halfulp.reconstruct.operation_mistakes import BLOCKS, LIMITS, padded
@@ -133,9 +135,28 @@ def filled_up(calls: OperationCalls) -> Iterator[Way]:
             if padded(block, n) not in (n, *(padded(b, n) for b in BLOCKS if b < block)):
                 text = f"zeros that fill up {symbol} to a whole {block} count"
                 yield Way("end", text, of_calls=partial(_filled, symbol, block))
+                text += f" in sums, whose means are over {symbol}"
+                yield Way("end", text, of_calls=partial(_filled, symbol, block, apart=True))
 
 
-def _filled(symbol: str, block: int, calls: OperationCalls) -> Way:
+class _MeansOver(TorchFunctionMode):
+    """Means along a dimension of a length as if it had another."""
+
+    def __init__(self, length: int, own: int) -> None:
+        super().__init__()
+        self.length, self.own = length, own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        of_last = getattr(func, "__name__", "") == "mean" and args[1:2] == (-1,)
+        return (
+            found * (self.length / self.own)
+            if of_last and args[0].shape[-1] == self.length
+            else found
+        )
+
+
+def _filled(symbol: str, block: int, calls: OperationCalls, apart: bool = False) -> Way:
     n = sizes_of(calls)[symbol]
     of_operands, of_results = (
         {name: 1 + shape.split().index(symbol) for name, shape in shapes.items()
@@ -156,4 +177,5 @@ def _filled(symbol: str, block: int, calls: OperationCalls) -> Way:
         return {name: x.narrow(of_results[name], 0, n) if name in of_results else x
                 for name, x in found.items()}  # fmt: skip
 
-    return Way("end", "", operands=wide, results=narrow)
+    means = partial(_MeansOver, padded(block, n), n) if apart else None
+    return Way("end", "", operands=wide, results=narrow, within=means)

@@ -5,9 +5,10 @@ well, and to be wrong on none that is right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfulp.operations import Rounding, sizes_of
+from halfulp.reconstruct.operation_places import only_in
 from halfulp.reconstruct.operation_trials import Trial
 from halfulp.reconstruct.operation_ways import Way
 
@@ -84,6 +85,18 @@ class Others:
             return True
         apart = sum(not t.failing for t in self.trials) >= CALLS and not self.harm(base, chosen)
         return apart and not any(way.region or way.only for way in chosen)
+
+    def in_these_calls(
+        self, found: Sequence[tuple[Rounding, float, Way]], least: float
+    ) -> list[tuple[Rounding, float, Way]]:
+        """Ways that explain this call, in the calls alone whose sizes or options those which fail
+        share and no other has: a kernel has other code for them. Limits are fitted to a call, and
+        where few calls are left to tell, rows that are alike have any.
+        """
+        ways = (one for one in found if one[2].only is None and one[2].cause != "limited")
+        whole = [one for one in ways if one[1] >= least]
+        only = only_in(self.beside, self.trials) if whole else None
+        return [(of, share, replace(way, only=only)) for of, share, way in whole] if only else []
 
     def alike(
         self, base: Rounding, way: Way, found: Sequence[tuple[Rounding, float, Way]]

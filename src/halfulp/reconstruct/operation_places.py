@@ -107,7 +107,9 @@ def only_in(one: Trial, others: Sequence[Trial]) -> Condition | None:
         if not bad & good:
             told = " or ".join(sorted(bad))
             return Condition(f"only where {name} is {told}", partial(_has_option, name, bad))
-    for symbol in sizes_of(one.calls) if right and len(wrong) > 1 else ():
+    sizes, rows = sizes_of(one.calls), one.calls.operation.independent
+    inner = sorted(sizes, key=lambda symbol: symbol in rows)  # rows do not see each other
+    for symbol in inner if right and len(wrong) > 1 else ():
         bad, good = ([sizes_of(t.calls)[symbol] for t in group] for group in (wrong, right))  # type: ignore[assignment]
         if min(bad) > max(good):
             text = f"only from {symbol} = {min(bad)} on, not up to {max(good)}"

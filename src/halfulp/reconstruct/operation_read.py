@@ -76,9 +76,9 @@ def function_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
             read.found[here],
             read.shown[here] * read.own[here] ** 2,
         )
-        if own.numel() < POINTS or not bool((own * own[0] > 0).all()):
+        if own.numel() < POINTS:
             continue
-        for of, key in _KEYS.items():
+        for of, key in (_KEYS if bool((own * own[0] > 0).all()) else _SIGNED).items():
             at, ratio, due = _curve(key(own), found / own, weight)
             even = _between(at[::2], ratio[::2], at[1::2])
             left = (due[1::2] * (even - ratio[1::2]).square()).sum()
@@ -103,6 +103,7 @@ def _of_mantissa(x: Tensor) -> Tensor:
 _KEYS: dict[str, Callable[[Tensor], Tensor]] = {
     "value": lambda x: x.abs().clamp_min(1e-300).log2(), "mantissa": _of_mantissa,
 }  # fmt: skip
+_SIGNED: dict[str, Callable[[Tensor], Tensor]] = {"value": lambda x: x}
 
 
 def _curve(key: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +118,8 @@ def _curve(key: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, 
 
 def _between(at: Tensor, value: Tensor, key: Tensor) -> Tensor:
     """A curve's values, those of its ends beyond them."""
-    right = torch.searchsorted(at.contiguous(), key.contiguous()).clamp(1, len(at) - 1)
+    at = at.contiguous()
+    right = torch.searchsorted(at, key.contiguous()).clamp(1, len(at) - 1)
     low, high = at[right - 1], at[right]
     share = ((key - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
     return value[right - 1] * (1 - share) + value[right] * share
@@ -272,7 +274,8 @@ def _limits(_: Trial, read: Read) -> Iterator[Way]:
     for word, sign, end in (("least", 1, "min"), ("most", -1, "max")):
         risen = sign * change
         here = risen > LARGE * risen.max()
-        if bool((risen > 0).any()) and int(here.sum()) > 1:
+        # a limit that all are at is a constant, which fits whatever is alike
+        if bool((risen > 0).any()) and 1 < int(here.sum()) < here.numel():
             limit = float(f"{float(read.found[here].median()):.3g}")
             text = f"{said(read.name)} is at {word} {limit:g}"
             yield Way("limited", text, {read.name: partial(torch.clamp, **{end: limit})})

@@ -17,6 +17,7 @@ from halfulp.operations.operation_data import (
     Tensors,
     whole,
 )
+from halfulp.operations.seam import running_maximum
 
 SIGNATURE = (
     "cross_entropy(input, target, *, ignore_index, reduction, label_smoothing, lse_square_scale)"
@@ -35,9 +36,12 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def define(step: Seam, x: Tensors, options: Options, squared: bool = True) -> Tensors:
+def define(
+    step: Seam, x: Tensors, options: Options, squared: bool = True, block: int = 0
+) -> Tensors:
     """T rows of V logits; the gradient of a loss is kept as `unit_gradient` until the loss's own
-    gradient multiplies it, as fused kernels do. Some leave the lse of the z-loss un`squared`.
+    gradient multiplies it, as fused kernels do. Some leave the lse of the z-loss un`squared`;
+    of others the sum, which runs over a row in a `block` at a time, is not rescaled.
     """
     rows, target = x["input"].detach(), x["target"]
     smoothing, z_scale = options["label_smoothing"], options["lse_square_scale"]
@@ -45,7 +49,8 @@ def define(step: Seam, x: Tensors, options: Options, squared: bool = True) -> Te
     right = torch.where(seen, target, 0)[:, None]
     largest = step("_maximum", rows.amax(-1, keepdim=True))
     weights = step("weights", step("_shifted", rows - largest).exp())
-    row_sum = step("row_sum", step("_row_sum_terms", weights).sum(-1, keepdim=True))
+    terms = weights * (largest - running_maximum(rows, block)).exp() if block else weights
+    row_sum = step("row_sum", step("_row_sum_terms", terms).sum(-1, keepdim=True))
     log_sum = step("_log_sum", row_sum.log())
     whole = largest + log_sum
     kept = step("_lse", whole)  # of which kernels take the loss and the gradient
@@ -113,6 +118,12 @@ RELATED = {
         "term-missing",
         partial(define, squared=False),
     )
+} | {
+    f"row_sum is not rescaled where the maximum rises from one block of {block} to another": (
+        "term-missing",
+        partial(define, block=block),
+    )
+    for block in (32, 64, 128)
 }
 
 
