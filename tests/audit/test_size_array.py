@@ -57,11 +57,12 @@ def test_a_case_is_drawn_again_from_its_name(name):
     assert torch.equal(case.inputs().query, case.inputs().query)
     levels = size_array.levels_of(name)
     assert case.inputs().manner == "/".join(levels[x] for x in ("memory", "grad_memory", "calls"))
-    assert case.inputs().sees.causal is (levels["sees"] != "full")
+    assert case.inputs().sees.causal is (levels["sees"] in size_array.CAUSAL)
 
 
-@pytest.mark.parametrize("name", ["sizes/full", "sizes/full/plain/packed/packed/once", "sizes/"])
-def test_what_is_no_name_is_told(name):
+@pytest.mark.parametrize("rest", ["full", "full/no-option/plain/packed/packed/now", ""])
+def test_what_is_no_name_is_told(rest):
+    name = f"sizes/{rest}"
     with pytest.raises(ValueError, match="accepted"):
         Case(name, Shape()).inputs()
 
@@ -76,7 +77,7 @@ def test_a_target_without_groups_and_offsets_covers_the_other_pairs():
 
 
 def test_a_case_makes_no_test_of_means_and_finds_an_element():
-    case = Case("sizes/causal/plain/contiguous/contiguous/once", Shape(1, 2, 40, 40, 16))
+    case = Case("sizes/causal/no-option/plain/contiguous/contiguous/once", Shape(1, 2, 40, 40, 16))
     reference = references(case)
     result = runner(resolve("sdpa:math"))(reference.inputs)
     measured = reference.measure(result)
