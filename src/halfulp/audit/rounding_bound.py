@@ -28,8 +28,8 @@ def beyond_rounding(result: Result, truth: Result, x: Inputs) -> dict[str, tuple
     where; {} of calls that the bound is not made for.
     """
     plain = not x.softcap and x.dropout is None
-    most = _MOST_FP32 if x.query.dtype == torch.float32 else _MOST
-    short_rows = x.key.shape[2] <= _MOST_KEYS and x.query.numel() <= most
+    elements = _MOST_FP32 if x.query.dtype == torch.float32 else _MOST
+    short_rows = x.key.shape[2] <= _MOST_KEYS and x.query.numel() <= elements
     if not (plain and short_rows) or truth.lse is None:
         return {}
     # sound kernels reach 0.71 of these bounds in bf16, 0.50 in fp16 and 0.19 in fp32 (docs/log.md)
@@ -53,9 +53,9 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
     """The bound of every element of O, dQ, dK and dV: of golden's O, lse and δ, in fp32, which is
     off by far less than sound kernels stay below it.
 
-    A weight's exponent, a sink's too, is off by at most h; the weight, by the numerator's and the row sum's, by
-    the factor 1 + r, 1 + r = e^h / Σ_j P_j e^-h_j. Then |ΔO| <= Σ P r |V|, and with it dS is off by
-    P r |dP - δ| + P (1 + r) (γ |dO| |V|ᵀ + |dO| |ΔO| + γ |dO| |O|).
+    A weight's exponent, a sink's too, is off by at most h; the weight, by the numerator's and the
+    row sum's, by the factor 1 + r, 1 + r = e^h / Σ_j P_j e^-h_j. Then |ΔO| <= Σ P r |V|, and with
+    it dS is off by P r |dP - δ| + P (1 + r) (γ |dO| |V|ᵀ + |dO| |ΔO| + γ |dO| |O|).
     """
     fmt, t = FORMAT_OF[x.query.dtype], FP32.unit_roundoff
     # below the normal numbers errors are absolute, not relative
