@@ -158,7 +158,7 @@ def _truncated(x: Tensor) -> Tensor:
 LOG2_E = math.log2(math.e)
 IN_BASE_2 = {"scores", "b_scores", "exponent", "b_exponent", "row_max", "lse", "b_lse"}
 """Stages that kernels keep in base 2, where they are rounded."""
-ONLY_HERE = {*IN_BASE_2, "divided_out", "dq_sum", "dk_sum", "dv_sum", "rescale_out", "rescale_sum"}
+ONLY_HERE = {*IN_BASE_2, "divided_out", "dq_sum", "dk_sum", "dv_sum"}
 """Stages whose rounding no recipe has so."""
 FORMATS: dict[str, tuple[str, Wrong]] = {
     "bf16": ("is rounded to bf16", lambda x, *_: x.bfloat16().float()),
@@ -225,6 +225,7 @@ FACTORS = ("factor", "grows")  # mistakes that a factor belongs to
 LIMITS = 2.0, 0.5, 8.0  # of numbers that are held within limits, from where one is fitted
 TOGETHER = {"key_value", "b_key_value", "statistics", "divided_statistics"}
 """Stages of several quantities, which others' or a tile before's may be."""
+NOT_ROUNDED = {*TOGETHER, "rescale_out", "rescale_sum"}
 ROUNDINGS = {*FORMATS, *CODES, *STEPS, *FLUSHED}
 AT_MOST_1 = ("weights", "weights_in_out", "b_weights", "p_in_dv")
 MULTIPLIED = {"value", "weights_in_out", "out"}

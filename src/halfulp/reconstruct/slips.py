@@ -28,6 +28,7 @@ from halfulp.reconstruct.slip_kinds import (
     LIMITS,
     MISTAKES,
     MOVED,
+    NOT_ROUNDED,
     ONLY_HERE,
     OTHERS,
     PARTS,
@@ -268,7 +269,7 @@ class _Errors:
 
     def roundings(self, stages: Sequence[str]) -> list[Held]:
         """Numbers of a stage that are coarse, or 0 where they are small."""
-        some = [s for s in stages if s not in TOGETHER]
+        some = [s for s in stages if s not in NOT_ROUNDED]
         every = [self(Slip(stage, mistake)) for stage in some for mistake in (*FORMATS, *CODES)]
         every += [self(Slip(s, mistake)) for s in stages if s in AT_MOST_1 for mistake in STEPS]
         small = [self(Slip(stage, mistake, factor=start * by)) for stage in some
