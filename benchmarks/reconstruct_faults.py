@@ -3,7 +3,7 @@
     python -m benchmarks.reconstruct_faults [--set first|…|thirteenth|table|wrapped] [--only NAME]
         [--part I/N] [--json FILE]
 
-Every set was frozen before the search saw it (docs/reconstruct.md has its first figures and the
+Every set was frozen before the search saw it (docs/unseen.md has its first figures, docs/log.md the
 later ones), but for `table` and `wrapped`, which it was developed on; what counts as right is said
 in `unseen.verdict`. Rates have 95 % intervals of Wilson.
 """

@@ -30,6 +30,12 @@ def attention(query, key, value, *, is_causal=False, scale=None):
 INSTALL, AUDIT = ACTION["runs"]["steps"]
 
 
+def write_kernels(folder: Path) -> None:
+    """A sound kernel, good.py, and one with a defect, bad.py."""
+    for name, dtype in (("good", "torch.float32"), ("bad", "torch.bfloat16")):
+        (folder / f"{name}.py").write_text(KERNEL.replace("DTYPE", dtype))
+
+
 def run_step(step, folder, **inputs):
     """One step with the inputs and files that a runner gives it; halfulp is there already."""
     defaults = {name: str(one.get("default", "")) for name, one in ACTION["inputs"].items()}
@@ -81,8 +87,7 @@ case "$3" in list) printf '{has}' ;; *) echo "$@" > {tmp_path}/asked ;; esac
 
 
 def test_the_action_audits_compares_and_shows(tmp_path):
-    for name, dtype in (("good", "torch.float32"), ("bad", "torch.bfloat16")):
-        (tmp_path / f"{name}.py").write_text(KERNEL.replace("DTYPE", dtype))
+    write_kernels(tmp_path)
     options = "--shapes 1,4,64,8 --forward --in-process --only gaussian"
     done = run_step(
         AUDIT, tmp_path, targets="bad.py:attention", options=options, against="good.py:attention"

@@ -18,6 +18,8 @@ WITH_LINKS = (
     *DOCUMENTS,
     "docs/transformers.md",
     "docs/operations.md",
+    "docs/reconstruct.md",
+    "docs/unseen.md",
     "docs/your_model.md",
     "docs/clusters.md",
     "ARCHITECTURE.md",

@@ -50,15 +50,10 @@ def fused_step(
     exp_avg_sq: Tensor,
     *,
     step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    **rates: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step; its moments are in the weights' dtype."""
     moved = [x.to(param.dtype, copy=True) for x in (param, exp_avg, exp_avg_sq)]
-    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     _fused(moved[0], grad, *moved[1:], step, **rates)
     return moved[0], moved[1].to(exp_avg.dtype), moved[2].to(exp_avg_sq.dtype)
 
@@ -70,15 +65,10 @@ def fused_low(
     exp_avg_sq: Tensor,
     *,
     step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    **rates: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Some steps on weights in 16 bits."""
     moved = [x.to(param.dtype, copy=True) for x in (param, exp_avg, exp_avg_sq)]
-    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     for number, grad in enumerate(grads):
         _fused(moved[0], grad, *moved[1:], step + number, **rates)
     return moved[0], moved[1].to(exp_avg.dtype), moved[2].to(exp_avg_sq.dtype)

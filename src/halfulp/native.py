@@ -175,6 +175,16 @@ def function(name: str, arguments: str, result: type | None = None) -> Callable[
     return found
 
 
+def run(name: str, call: CCall | CEmulation) -> None:
+    """Have one of the library's functions compute a call; raises MemoryError where it finds no
+    memory.
+    """
+    if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
+        raise MemoryError(
+            f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"
+        )
+
+
 def python_functions(*objects: Any) -> tuple[Callable[..., Any], ...]:
     """The library's functions that Python calls without ctypes (native/python.cpp); where there are
     none, such that answer False, by which a call is not for them.

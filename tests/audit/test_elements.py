@@ -124,7 +124,7 @@ def test_the_worst_element_is_named(shape, words, monkeypatch):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_is_proven_to_be_rounding_is_no_defect_in_fp32(dtype):
     """A tiny gradient of scores that lie late, off by half and by twice of its bound."""
-    name = "sizes/causal/late/contiguous/expanded/backward-twice"
+    name = "sizes/causal/no-option/late/contiguous/expanded/backward-twice"
     reference = references(case := Case(name, Shape(3, 2, 7, 128, 80), dtype=dtype))
     most = rounding_bounds(reference.inputs, reference.truth)["grad_query"]
     at = torch.unravel_index((most / reference.truth.grad_query.abs()).argmax(), most.shape)

@@ -57,11 +57,12 @@ def test_a_case_is_drawn_again_from_its_name(name):
     assert torch.equal(case.inputs().query, case.inputs().query)
     levels = size_array.levels_of(name)
     assert case.inputs().manner == "/".join(levels[x] for x in ("memory", "grad_memory", "calls"))
-    assert case.inputs().sees.causal is (levels["sees"] != "full")
+    assert case.inputs().sees.causal is (levels["sees"] in size_array.CAUSAL)
 
 
-@pytest.mark.parametrize("name", ["sizes/full", "sizes/full/plain/packed/packed/once", "sizes/"])
-def test_what_is_no_name_is_told(name):
+@pytest.mark.parametrize("rest", ["full", "full/no-option/plain/packed/packed/now", ""])
+def test_what_is_no_name_is_told(rest):
+    name = f"sizes/{rest}"
     with pytest.raises(ValueError, match="accepted"):
         Case(name, Shape()).inputs()
 
@@ -76,7 +77,7 @@ def test_a_target_without_groups_and_offsets_covers_the_other_pairs():
 
 
 def test_a_case_makes_no_test_of_means_and_finds_an_element():
-    case = Case("sizes/causal/plain/contiguous/contiguous/once", Shape(1, 2, 40, 40, 16))
+    case = Case("sizes/causal/no-option/plain/contiguous/contiguous/once", Shape(1, 2, 40, 40, 16))
     reference = references(case)
     result = runner(resolve("sdpa:math"))(reference.inputs)
     measured = reference.measure(result)
@@ -153,3 +154,28 @@ def test_a_fault_that_needs_a_size_or_a_stride_is_caught(name):
 
 def test_a_sound_kernel_raises_no_alarm():
     assert worst(size_faults.SOUND["tiles of 16"], every=6) == 0
+
+
+def keys_past_the_queries_left_out(query, key, value, *, is_causal, scale, attn_mask=None):
+    n = query.shape[2]
+    if attn_mask is not None:
+        key, value, attn_mask = key[:, :, :n], value[:, :, :n], attn_mask[..., :n]
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale
+    )
+
+
+def test_a_fault_that_needs_a_mask_and_a_size_is_caught():
+    assert worst(keys_past_the_queries_left_out) > 0
+
+
+@pytest.mark.parametrize("asked", ["biased/no-option", "causal/sinks"])
+def test_the_bound_holds_a_bias_and_a_sink(asked):
+    case = Case(f"sizes/{asked}/plain/contiguous/contiguous/once", Shape(1, 2, 40, 40, 16))
+    reference = references(case)
+    result = runner(resolve("halfulp:cpu"))(reference.inputs)
+    before = reference.measure(result).beyond
+    assert set(before) == {"out", "grad_query", "grad_key", "grad_value"}
+    assert all(0 < ratio < 0.8 for ratio, _ in before.values())
+    result.out[0, 1, 7, 3] += 0.1
+    assert reference.measure(result).beyond["out"][0] > 1

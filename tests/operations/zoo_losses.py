@@ -7,19 +7,25 @@ import torch
 from tests.operations.hand_written import OperationKernel, by_hand, cut, low, summed_low
 
 
+def subtracted(rows, dim, fault):
+    """What is taken off the scores before their exponentials: with no fault, the row's maximum."""
+    largest = rows.amax(dim, keepdim=True)
+    if fault == "no_shift":
+        return 0 * largest
+    if fault == "maximum_from_zero":
+        return largest.clamp_min(0)
+    if fault == "shared_maximum":
+        return largest.amax().expand_as(largest)
+    return largest
+
+
 def softmax(fault=""):
     """Softmax whose two passes are written out."""
 
     def kernel(input, dim):
         def forward(x):
             rows = x.float()
-            largest = rows.amax(dim, keepdim=True)
-            if fault == "no_shift":
-                largest = 0 * largest
-            if fault == "maximum_from_zero":
-                largest = largest.clamp_min(0)
-            if fault == "shared_maximum":
-                largest = largest.amax().expand_as(largest)
+            largest = subtracted(rows, dim, fault)
             if fault == "first_block_maximum":
                 largest = rows[:, : min(64, rows.shape[1])].amax(dim, keepdim=True)
             shifted = rows - largest
@@ -79,13 +85,7 @@ def cross_entropy(fault=""):
         def forward(x):
             rows, tokens = x.float(), torch.arange(len(target))
             right = target.clamp_min(0)
-            largest = rows.amax(1, keepdim=True)
-            if fault == "no_shift":
-                largest = 0 * largest
-            if fault == "maximum_from_zero":
-                largest = largest.clamp_min(0)
-            if fault == "shared_maximum":
-                largest = largest.amax().expand_as(largest)
+            largest = subtracted(rows, 1, fault)
             weights = (rows - largest).exp()
             total = weights.sum(1, keepdim=True)
             if fault == "sum_low":
@@ -205,13 +205,7 @@ def fused(fault="", chunk=16):
         logits = x @ w.mT
         logits = low(logits) if fault == "logits_low" else logits
         logits = logits.to(torch.float8_e5m2).float() if fault == "logits_fp8" else logits
-        largest = logits.amax(1, keepdim=True)
-        if fault == "no_shift":
-            largest = 0 * largest
-        if fault == "maximum_from_zero":
-            largest = largest.clamp_min(0)
-        if fault == "shared_maximum":
-            largest = largest.amax().expand_as(largest)
+        largest = subtracted(logits, 1, fault)
         weights = (logits - largest).exp()
         total = weights.sum(1, keepdim=True)
         if fault == "sum_low":

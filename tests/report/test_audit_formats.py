@@ -11,6 +11,7 @@ from halfulp.audit import Shape, against, audit
 from halfulp.cli import main
 from halfulp.report.audit_junit import audit_junit
 from halfulp.report.audit_markdown import MOST_ROWS, audit_markdown, comparison_markdown, escaped
+from tests.test_action import write_kernels
 
 EVIL = "a|b`c*d_e[f](g)<script>\x1b[2J\n# h @everyone"
 SCHEMA = json.loads(files("halfulp.report").joinpath("audit.schema.json").read_text("utf-8"))
@@ -121,21 +122,9 @@ def test_junit_counts_what_it_holds(reports, comparison):
     assert any(figure.get("name") == "O error: times_stock" for figure in figures)
 
 
-KERNEL = """
-import torch
-def attention(query, key, value, *, is_causal=False, scale=None):
-    q, k, v = (x.to(DTYPE) for x in (query, key, value))
-    s = q @ k.mT * scale
-    if is_causal:
-        s = s.masked_fill(s.new_ones(s.shape[-2:]).tril() == 0, float("-inf"))
-    return (s.softmax(-1) @ v).to(query.dtype)
-"""
-
-
 def test_the_command_writes_compares_and_exits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, dtype in (("good", "torch.float32"), ("bad", "torch.bfloat16")):
-        (tmp_path / f"{name}.py").write_text(KERNEL.replace("DTYPE", dtype))
+    write_kernels(tmp_path)
     small = ["--shapes", "1,4,64,8", "--in-process", "--forward"]
     assert main(["audit", "good.py:attention", *small, "--json", "good.json"]) == 0
     files = ["--markdown", "m.md", "--junit", "j.xml", "--json", "bad.json"]

@@ -345,7 +345,9 @@ def test_the_false_alarm_rate_is_told():
 
 
 def test_of_the_cases_over_sizes_the_worst_is_shown_and_how_far_it_is_off():
-    names = [f"sizes/full/plain/{place}/packed/once" for place in ("first", "second", "third")]
+    names = [
+        f"sizes/full/no-option/plain/{place}/packed/once" for place in ("first", "second", "third")
+    ]
     elements = [
         finding("defect", "element", "dK element", name, ratio)
         for name, ratio in zip(names, (14.1, 120.6, 23.2), strict=True)
@@ -353,7 +355,8 @@ def test_of_the_cases_over_sizes_the_worst_is_shown_and_how_far_it_is_off():
     cases = [case("gaussian", row("dK error", 1.0, 1.0)), *map(case, names)]
     shown = probe_rows({"cases": cases, "findings": elements})
     assert [row.probe for row in shown] == ["sizes", "gaussian"]
-    assert shown[0].figure == "dK element 121 × rounding (full, plain, second, packed, once)"
+    levels = "full, no-option, plain, second, packed, once"
+    assert shown[0].figure == f"dK element 121 × rounding ({levels})"
 
     elements[2]["kind"], elements[2]["ratio"] = "non-finite", None  # as JSON keeps infinity
     assert "third" in probe_rows({"cases": cases, "findings": elements})[0].figure

@@ -274,8 +274,10 @@ def small_plan(monkeypatch):
         names = ("gaussian", "gaussian_causal", "sharp")
         cases = tuple(Case(name, SMALL, seed, dtype) for name in names)
         array = (
-            Case("sizes/full/plain/contiguous/contiguous/once", Shape(2, 6, 20, 20, 16, 2)),
-            Case("sizes/causal/plain/transposed/expanded/twice", Shape(2, 3, 7, 40, 16)),
+            Case(
+                "sizes/full/no-option/plain/contiguous/contiguous/once", Shape(2, 6, 20, 20, 16, 2)
+            ),
+            Case("sizes/causal/no-option/plain/transposed/expanded/twice", Shape(2, 3, 7, 40, 16)),
         )
         relations = tuple(Case(f"free_feature{c}", SMALL, seed, dtype) for c in ("", "_causal"))
         return audit_run.Plan(cases, (), relations, array)

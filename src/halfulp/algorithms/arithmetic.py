@@ -147,6 +147,22 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return out
 
 
+def sum_to_odd(total: Tensor, term: Tensor) -> Tensor:
+    """total + term in float64, rounded to odd: rounding that to a narrower format is rounding the
+    sum itself, once.
+    """
+    # Knuth's two-sum: `lost` is exactly what the addition rounds away, whichever term is larger
+    near = total + term
+    other = near - total
+    lost = (total - (near - other)) + (term - other)
+    bits = near.view(torch.int64)
+    # A sum that is not exact becomes the neighbor, on the side of what was lost, whose last bit is
+    # odd.
+    inexact = (lost != 0) & near.isfinite() & (bits & 1 == 0)
+    outward = (lost > 0) == (near > 0)
+    return torch.where(inexact, bits + torch.where(outward, 1, -1), bits).view(torch.float64)
+
+
 def fixed(x: Tensor) -> bool:
     """Whether the bits are laid down for such a tensor."""
     return x.dtype is torch.float32 and x.device.type == "cpu"

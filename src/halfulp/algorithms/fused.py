@@ -17,7 +17,7 @@ from halfulp.algorithms.arithmetic import fixed
 from halfulp.algorithms.problem import Problem, State
 from halfulp.formats import FP32, Format
 from halfulp.formats.compiled import c_format
-from halfulp.native import BEST_ISA, CEmulation, CFormat, CTensor, function, missing
+from halfulp.native import BEST_ISA, CEmulation, CFormat, CTensor, function, missing, run
 from halfulp.recipes import Recipe
 
 _MASKS = {torch.bool: 1, torch.float32: 2}
@@ -79,7 +79,7 @@ def forward(problem: Problem) -> State:
     rows = [torch.empty(*problem.query.shape[:3], 1) for _ in range(4)]
     call.out = out.data_ptr()
     call.row_max, call.row_sum, call.exact_row_sum, call.largest = (x.data_ptr() for x in rows)
-    _run("halfulp_emulate_forward", call)
+    run("halfulp_emulate_forward", call)
     del held
     return State(out, *rows)
 
@@ -101,7 +101,7 @@ def backward(
     gradients = [torch.zeros(x.shape) for x in (problem.query, problem.key, problem.value)]
     call.delta = delta.data_ptr()
     call.grad_query, call.grad_key, call.grad_value = (x.data_ptr() for x in gradients)
-    _run("halfulp_emulate_backward", call)
+    run("halfulp_emulate_backward", call)
     del held
     dq, dk, dv = gradients
     return dq, dk, dv
@@ -118,7 +118,7 @@ def summed_delta(
     call, held = _call(problem, shift, divisor, value_divisor, grad_out)
     delta = torch.zeros(shift.shape)
     call.summed_delta = delta.data_ptr()
-    _run("halfulp_emulate_delta", call)
+    run("halfulp_emulate_delta", call)
     del held
     return delta
 
@@ -208,10 +208,3 @@ def _formats(recipe: Recipe) -> ctypes.Array[CFormat]:
         ):
             formats[i] = found
     return formats
-
-
-def _run(name: str, call: CEmulation) -> None:
-    if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
-        raise MemoryError(
-            f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"
-        )

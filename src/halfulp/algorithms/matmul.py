@@ -52,7 +52,7 @@ def matmul(left: Tensor, right: Tensor, spec: Matmul, *, seed: int = 0) -> Tenso
     width = 1 if sequential else spec.block
     # an fp64 sum rounded to nearest and then to the format is rounded twice; to odd first, the
     # second rounding is as of the exact sum (Boldo & Melquiond 2008)
-    add = _sum_to_odd if sequential and left.dtype == torch.float32 else torch.add
+    add = arithmetic.sum_to_odd if sequential and left.dtype == torch.float32 else torch.add
     total = a.new_zeros(()).expand((a[..., :0] @ b[..., :0, :]).shape)
     for i, k in enumerate(range(0, a.shape[-1], width)):
         exact = add(total, a[..., k : k + width] @ b[..., k : k + width, :])
@@ -63,19 +63,3 @@ def matmul(left: Tensor, right: Tensor, spec: Matmul, *, seed: int = 0) -> Tenso
 
 def _native(left: Tensor, right: Tensor) -> Tensor:
     return arithmetic.product(left, right) if arithmetic.compiled(left, right) else left @ right
-
-
-def _sum_to_odd(total: Tensor, term: Tensor) -> Tensor:
-    """total + term in float64, rounded to odd: rounding that to a narrower format is rounding the
-    sum itself, once.
-    """
-    # Knuth's two-sum: `lost` is exactly what the addition rounds away, whichever term is larger
-    near = total + term
-    other = near - total
-    lost = (total - (near - other)) + (term - other)
-    bits = near.view(torch.int64)
-    # A sum that is not exact becomes the neighbor, on the side of what was lost, whose last bit is
-    # odd.
-    inexact = (lost != 0) & near.isfinite() & (bits & 1 == 0)
-    outward = (lost > 0) == (near > 0)
-    return torch.where(inexact, bits + torch.where(outward, 1, -1), bits).view(torch.float64)

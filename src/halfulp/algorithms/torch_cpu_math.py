@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.arithmetic import sum_to_odd
+
 LANES = 16  # fp32 numbers in a vector register
 
 # Cubic of the fast exponential, from ATen/cpu/vec/vec512/vec512_float.h, as float32 numbers.
@@ -95,17 +97,9 @@ def scalar_log(x: Tensor) -> Tensor:
 
 def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a · b + c of float32 tensors with a single rounding."""
-    product, c64 = a.double() * b.double(), c.double()
-    total = product + c64
-    # The float64 sum is rounded to odd, so that rounding it once more to float32 is right (Boldo &
-    # Melquiond 2008).
-    # Knuth's two-sum; the product of two fp32 numbers has no error in fp64
-    back = total - product
-    lost = (product - (total - back)) + (c64 - back)
-    bits = total.view(torch.int64)
-    away = torch.where((lost > 0) == (total > 0), 1, -1)
-    odd = torch.where(lost.isfinite() & (lost != 0) & (bits & 1 == 0), bits + away, bits)
-    return odd.view(torch.float64).float()
+    # the product of two fp32 numbers has no error in fp64, and a sum rounded to odd may be rounded
+    # once more (Boldo & Melquiond 2008)
+    return sum_to_odd(a.double() * b.double(), c.double()).float()
 
 
 def lane_sum(x: Tensor) -> Tensor:

@@ -242,7 +242,12 @@ def additive_mask(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
 
 def learned_sinks(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
     """A learned score in every row whose value is 0, of another size in each head."""
-    return gaussian(shape, g) | {"sinks": torch.randn(shape.heads, generator=g) * 2 + 2}
+    return gaussian(shape, g) | {"sinks": drawn_sinks(shape, g)}
+
+
+def drawn_sinks(shape: Shape, g: torch.Generator) -> Tensor:
+    """Of another size in each head."""
+    return torch.randn(shape.heads, generator=g) * 2 + 2
 
 
 def lengths(shape: Shape) -> Shape:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from halfulp.audit import draws
 from halfulp.audit.draws import Draw, Shape
-from halfulp.audit.size_array import PREFIX, draw_of, levels_of, options_of
+from halfulp.audit.size_array import CAUSAL, PREFIX, draw_of, levels_of, options_of
 from halfulp.targets.manner import PLAIN
 
 __all__ = ["PROBES", "Draw", "Probe", "Shape", "Trait", "probe_named", "probes_with"]
@@ -390,7 +390,7 @@ def _of_sizes(name: str) -> Probe:
         "sizes, strides and ways to be called that a kernel branches on",
         "a covering array (halfulp.audit.size_array)",
         draw_of(levels),
-        is_causal=levels["sees"] != "full",
+        is_causal=levels["sees"] in CAUSAL,
         elements_only=True,
         manner="/".join(levels[part] for part in ("memory", "grad_memory", "calls")),
         options=partial(options_of, levels),

@@ -15,8 +15,10 @@ from halfulp.audit.inputs import Inputs
 from halfulp.calls import Result
 from halfulp.formats import FP32
 
-_MOST_KEYS, _MOST = 128, 2**16
-"""Keys, beyond which γ_n leaves gross faults alone, and elements of the query: 2 % of an audit."""
+_MOST_KEYS, _MOST, _MOST_FP32 = 128, 2**16, 2**19
+"""Keys, beyond which γ_n leaves gross faults alone, and elements of the query: 2 % of an audit; in
+float32, where the proof also speaks for kernels, of every call of the array of sizes.
+"""
 _FLUSHED = 2**8 * FP32.min_normal  # what sums of terms that underflow in fp32 lose
 _EXPONENTIAL = 2.0**-17  # what a polynomial of degree 4 is off by
 
@@ -25,9 +27,9 @@ def beyond_rounding(result: Result, truth: Result, x: Inputs) -> dict[str, tuple
     """By tensor how many times its worst element is beyond its bound, at most 1 where none is, and
     where; {} of calls that the bound is not made for.
     """
-    mask, more = x.sees.mask, x.softcap or x.sinks is not None or x.dropout is not None
-    plain = not more and (mask is None or mask.dtype == torch.bool)
-    short_rows = x.key.shape[2] <= _MOST_KEYS and x.query.numel() <= _MOST
+    plain = not x.softcap and x.dropout is None
+    elements = _MOST_FP32 if x.query.dtype == torch.float32 else _MOST
+    short_rows = x.key.shape[2] <= _MOST_KEYS and x.query.numel() <= elements
     if not (plain and short_rows) or truth.lse is None:
         return {}
     # sound kernels reach 0.71 of these bounds in bf16, 0.50 in fp16 and 0.19 in fp32 (docs/log.md)
@@ -51,9 +53,9 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
     """The bound of every element of O, dQ, dK and dV: of golden's O, lse and δ, in fp32, which is
     off by far less than sound kernels stay below it.
 
-    A weight's exponent is off by at most h; the weight, by the numerator's and the row sum's, by
-    the factor 1 + r, 1 + r = e^h / Σ_j P_j e^-h_j. Then |ΔO| <= Σ P r |V|, and with it dS is off by
-    P r |dP - δ| + P (1 + r) (γ |dO| |V|ᵀ + |dO| |ΔO| + γ |dO| |O|).
+    A weight's exponent, a sink's too, is off by at most h; the weight, by the numerator's and the
+    row sum's, by the factor 1 + r, 1 + r = e^h / Σ_j P_j e^-h_j. Then |ΔO| <= Σ P r |V|, and with
+    it dS is off by P r |dP - δ| + P (1 + r) (γ |dO| |V|ᵀ + |dO| |ΔO| + γ |dO| |O|).
     """
     fmt, t = FORMAT_OF[x.query.dtype], FP32.unit_roundoff
     # below the normal numbers errors are absolute, not relative
@@ -66,13 +68,20 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
     seen = x.sees.apply(s, slice(0, n), slice(0, terms), 1.0)
     p = torch.exp(seen - truth.lse.float().unsqueeze(-1)).nan_to_num_(0.0)
     # a key without weight may have any score, and must not widen the bound of the row
-    s = s.abs().masked_fill_(p == 0, 0.0)
+    s = (s.abs() + (seen - s).abs()).masked_fill_(p == 0, 0.0)
     # Σ |q| |k| and not |q · k|: a score that cancels keeps the error of its terms (Higham, ch. 3)
     h = (q.abs() @ k.abs().mT).mul_(x.scale * _gamma(q.shape[3] + 4, t))
     # the shift rounds at the size of score and maximum; weights are rounded twice; then the row sum
-    h += (s + s.amax(-1, keepdim=True)).mul_(4 * t) + (2 * u + _EXPONENTIAL + _gamma(2 * terms, t))
+    largest, same = s.amax(-1, keepdim=True), 2 * u + _EXPONENTIAL + _gamma(2 * terms, t)
+    sink = None if x.sinks is None else x.sinks.float().view(1, -1, 1, 1)
+    if sink is not None:
+        largest = largest.maximum(sink.abs())
+    h += (s + largest).mul_(4 * t) + same
     # Σ P e^-h, by its distance from 1: h is small, and e^-h alone would lose its digits
     total = 1 - (p * -torch.expm1(-h)).sum(-1, keepdim=True)
+    if sink is not None:
+        own = torch.exp(sink - truth.lse.float().unsqueeze(-1))
+        total -= own * -torch.expm1(-(8 * t * largest + same))
     far = h.exp_().div_(total).sub_(1)
     wrong = p * far + least * (p > 0)
     of_out = (wrong @ v.abs()).mul_(1 + u).add_(out.abs(), alpha=u).add_(least)

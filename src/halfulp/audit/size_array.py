@@ -1,10 +1,10 @@
 """The cases beside the probes: a covering array over what kernels branch on, at small sizes.
 
 Every pair of levels occurs in some case: sizes and their tails, head dimensions, groups, batches,
-what rows see, how scores lie, strides and storage offsets, the strides of dO, how often the kernel
-is called. Too few heads for a test of means: a case is judged by its elements alone, none of which
-may be farther off than rounding can make it. A case is named by all of its levels but the sizes,
-"sizes/causal/rising/packed/expanded/twice", so that its name draws it again.
+what rows see, options, how scores lie, strides and storage offsets, the strides of dO, how often
+the kernel is called. Too few heads for a test of means: a case is judged by its elements alone,
+none of which may be farther off than rounding can make it. A case is named by all of its levels but
+the sizes, "sizes/causal/sinks/rising/packed/expanded/twice", so that its name draws it again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from halfulp.targets.form import BHND, Form
 from halfulp.targets.manner import CALLS, GRAD_MEMORY, MEMORY
 
 PREFIX = "sizes"
-SEES = ("full", "causal", "causal-end")
-"""What rows see: all keys, those up to their own, the same counted from the end."""
+CAUSAL = ("causal", "causal-end")
+MASKS = ("masked", "biased")
+SEES = ("full", *CAUSAL, *MASKS)
+"""What rows see: all keys, those up to their own, the same counted from the end, those that a mask
+shows, all with a bias.
+"""
+
+ASKS = ("no-option", "sinks", "softcap", "window")
+"""Options; no window where queries are not as many as keys, for kernels begin it at either end."""
 
 SCORES = ("plain", "sharp", "rising", "late", "negative")
 """How scores lie; late: those of the first tile lie 88 and more below the rest."""
@@ -42,6 +49,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     # 34 sequences of 4 heads and more are over 130 tiles, of which a persistent kernel has fewer
     "batch": (1, 2, 3, 34),
     "sees": SEES,
+    "asks": ASKS,
     "scores": SCORES,
     "memory": MEMORY,
     "grad_memory": GRAD_MEMORY,
@@ -49,6 +57,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 _MOST_SCORES, _MOST_OPERANDS = 260_000, 700_000
+
+
+_NAMED = ("sees", "asks", "scores", "memory", "grad_memory", "calls")
 
 
 def size_cases(seed: int = 0) -> tuple[tuple[str, Shape], ...]:
@@ -59,8 +70,8 @@ def size_cases(seed: int = 0) -> tuple[tuple[str, Shape], ...]:
 def without(
     name: str, shape: Shape, accepts: frozenset[str], form: Form = BHND
 ) -> tuple[str, Shape]:
-    """The case for a target that takes no groups of heads, or no offset of the diagonal: with
-    neither, so that it still covers its other pairs; at a size and with a diagonal that its form
+    """The case for a target that takes no groups of heads, no offset of the diagonal or no mask:
+    without, so that it still covers its other pairs; at a size and with a diagonal that its form
     can hold.
     """
     if "enable_gqa" not in accepts and shape.kv_heads is not None:
@@ -68,6 +79,11 @@ def without(
     shape = held(form, shape)
     if "causal_offset" not in accepts:
         name = name.replace("/causal-end/", "/causal/")
+    if "attn_mask" not in accepts:
+        name = name.replace("/masked/", "/full/").replace("/biased/", "/full/")
+    for asked in ASKS[1:]:
+        if asked not in accepts or (asked == "window" and shape.n_query != shape.n_key):
+            name = name.replace(f"/{asked}/", "/no-option/")
     if form.ends and shape.n_query != shape.n_key:
         more = shape.n_query > shape.n_key  # rows that see nothing are a probe's
         name = name.replace("/causal/", "/full/" if more else "/causal-end/")
@@ -97,8 +113,7 @@ def held(form: Form, shape: Shape) -> Shape:
 
 def levels_of(name: str) -> dict[str, str]:
     """The levels that a case's name holds; ValueError where it is no such name."""
-    known = {"sees": SEES, "scores": SCORES, "memory": MEMORY, "grad_memory": GRAD_MEMORY}
-    known |= {"calls": CALLS}
+    known = {level: FACTORS[level] for level in _NAMED}
     prefix, *levels = name.split("/")
     if prefix != PREFIX or len(levels) != len(known):
         raise ValueError(f"probe={name!r}: accepted is {PREFIX}/{'/'.join(known).upper()}")
@@ -112,9 +127,14 @@ def levels_of(name: str) -> dict[str, str]:
 
 def options_of(levels: Mapping[str, str], shape: Shape) -> dict[str, Any]:
     """What the call asks for beside causality."""
-    if levels["sees"] != "causal-end":
-        return {}
-    return {"causal_offset": max(0, shape.n_key - shape.n_query)}
+    asked: dict[str, Any] = {}
+    if levels["sees"] == "causal-end":
+        asked["causal_offset"] = max(0, shape.n_key - shape.n_query)
+    if levels["asks"] == "softcap":
+        asked["softcap"] = 8.0
+    if levels["asks"] == "window":
+        asked["window"] = (21, 5 if levels["sees"] == "full" else -1)
+    return asked
 
 
 def draw_of(levels: Mapping[str, str]) -> Draw:
@@ -124,9 +144,28 @@ def draw_of(levels: Mapping[str, str]) -> Draw:
         x = _SCORES[levels["scores"]](shape, g)
         if levels["grad_memory"] == "expanded":
             x["grad_out"] = x["grad_out"][:, :, :1].expand_as(x["grad_out"]).contiguous()
-        return x
+        if levels["sees"] in MASKS:
+            x["attn_mask"] = _MASKS[levels["sees"]](shape, g)
+        return x | ({"sinks": draws.drawn_sinks(shape, g)} if levels["asks"] == "sinks" else {})
 
     return draw
+
+
+def _masked(shape: Shape, g: torch.Generator) -> Tensor:
+    """Seven keys in ten, none in three tiles in ten; each row sees one at least."""
+    rows, cols = torch.arange(shape.n_query)[:, None], torch.arange(shape.n_key)[None]
+    keep = torch.rand(shape.batch, 1, shape.n_query, shape.n_key, generator=g) > 0.3
+    tiles = torch.rand(shape.n_query // 32 + 1, shape.n_key // 32 + 1, generator=g) > 0.3
+    return keep & tiles[rows // 32, cols // 32] | (cols == rows % shape.n_key)
+
+
+def _biased(shape: Shape, g: torch.Generator) -> Tensor:
+    """Of each head its own, in numbers that every format holds: kernels may keep it in theirs."""
+    x = torch.randn(1, shape.heads, shape.n_query, shape.n_key, generator=g)
+    return (x * 16).round().clamp(-64, 64) / 8
+
+
+_MASKS = {"masked": _masked, "biased": _biased}
 
 
 def _late(shape: Shape, g: torch.Generator) -> dict[str, Tensor]:
@@ -150,8 +189,7 @@ _SCORES: dict[str, Draw] = {
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    levels = (row[factor] for factor in ("sees", "scores", "memory", "grad_memory", "calls"))
-    return "/".join((PREFIX, *levels))
+    return "/".join((PREFIX, *(row[factor] for factor in _NAMED)))
 
 
 def _shape(row: Mapping[str, Any]) -> Shape:
@@ -185,7 +223,17 @@ _CHEAPEST = {"n_key": 1, "n_query": 1, "head_dim": 8, "value_dim": "same", "head
 
 def _allowed(row: dict[str, Any]) -> bool:
     """Whether it is cheap enough, what is not chosen yet taken at its cheapest."""
-    whole = {"batch": 1, "sees": "full", **_CHEAPEST, **row}
+    whole = {"batch": 1, "sees": "full", "asks": "no-option", "scores": "plain", **_CHEAPEST, **row}
+    if whole["asks"] == "window":
+        whole = {**whole, "n_query": "same"}
+        if row.get("n_query", "same") != "same":
+            return False
+    if whole["asks"] != "no-option" and whole["sees"] in MASKS:
+        return False  # which kernels refuse by right
+    if row.get("n_key") == 1 and (whole["asks"] == "softcap" or whole["sees"] in MASKS):
+        return False  # dS of a single key is 0, and so is the error of its emulation with these
+    if whole["asks"] in ("sinks", "softcap") and whole["scores"] in ("late", "negative"):
+        return False  # what the sink leaves, or the cap's slope there, is below all float32
     queries, keys, wide = _queries(whole), whole["n_key"], whole["head_dim"]
     if whole["sees"] == "causal-end" and queries > keys:
         return "n_query" not in row or "n_key" not in row  # rows that see nothing are a probe's

@@ -16,7 +16,7 @@ from halfulp.diff.alignment import Aligned
 from halfulp.diff.local_gap import LocalGap
 from halfulp.diff.noise import LEVEL, Chance, speaks_for_rounding
 from halfulp.diff.shares import Carried, Stand
-from halfulp.diff.tape import asked_otherwise
+from halfulp.diff.tape import asked_otherwise, dtype_name
 from halfulp.runs.folder import json_text, write_json
 from halfulp.runs.results import Table, plain_data
 
@@ -225,16 +225,12 @@ def _verdict(
     return "within rounding" if speaks_for_rounding(chance) else "beyond rounding"
 
 
-def _format(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _row(gap: LocalGap) -> OperationGap:
     entry, answer = gap.entry, gap.answer
-    formats, asks = _format(entry.dtype) if answer is None else "", ""
+    formats, asks = dtype_name(entry.dtype) if answer is None else "", ""
     if answer is not None:
         if answer.coarsest != entry.coarsest:
-            formats = f"{_format(entry.coarsest)} for {_format(answer.coarsest)}"
+            formats = f"{dtype_name(entry.coarsest)} for {dtype_name(answer.coarsest)}"
         asks = "; ".join(asked_otherwise(entry, answer))
     lean, t = gap.leaning
     gradient = math.sqrt(gap.gradient / gap.gradient_size) if gap.gradient_size else None

@@ -114,7 +114,9 @@ def asked_otherwise(b: Entry, a: Entry) -> list[str]:
     constants = zip(b.slots, a.slots, strict=False)
     for left, right in constants:
         if left.dtype != right.dtype and left.constant and right.constant:
-            found.append(f"{left.constant} in {_short(left.dtype)} for {_short(right.dtype)}")
+            found.append(
+                f"{left.constant} in {dtype_name(left.dtype)} for {dtype_name(right.dtype)}"
+            )
     return found
 
 
@@ -126,12 +128,13 @@ def _options(tree: Any, at: tuple[int | str, ...]) -> Iterator[tuple[tuple[int |
         for i, item in enumerate(tree):
             yield from _options(item, (*at, i))
     elif isinstance(tree, torch.dtype):
-        yield at, _short(tree)
+        yield at, dtype_name(tree)
     else:
         yield at, _A_TENSOR if isinstance(tree, Slot) else repr(tree)
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As users write it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -40,9 +40,7 @@ def render(explanation: Explanation) -> str:
         lines += _running(explanation)
     lines += _full(explanation.final)
     if explanation.steps_matter:
-        lines += _line(
-            "note", f"rounding the exact value once would give {_number(explanation.single)}"
-        )
+        lines += _line("note", f"rounding the exact value once would give {explanation.single!r}")
     if explanation.final.exact != explanation.exact:
         lines += _line("error", f"{explanation.error!r} in all, against the exact value")
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -67,7 +65,7 @@ def _names(explanation: Explanation) -> list[str]:
 
 
 def _bits(code: Code, wide: int) -> str:
-    return f"{_number(code.value):<25}{code.sign} {code.exponent:<{wide}} {code.fraction}"
+    return f"{code.value!r:<25}{code.sign} {code.exponent:<{wide}} {code.fraction}"
 
 
 def _running(explanation: Explanation) -> list[str]:
@@ -76,7 +74,7 @@ def _running(explanation: Explanation) -> list[str]:
     for number, step in enumerate(explanation.steps, 1):
         decision = step.decision
         error = "exact" if decision.exact_result else f"error {decision.error:.3g}"
-        lines.append(f"({number})  {step.label} = {_number(decision.result)}, {error}")
+        lines.append(f"({number})  {step.label} = {decision.result!r}, {error}")
         lines.append(f"{'':5}{_bits(decision.code, len(decision.code.exponent))}")
         if step.carry > 0:
             lines.append(
@@ -103,7 +101,7 @@ def _full(decision: Decision) -> list[str]:
     code = decision.code
     lines += _line(
         "result",
-        f"{_number(decision.result)} = {' '.join((code.sign, code.exponent, code.fraction))}",
+        f"{decision.result!r} = {' '.join((code.sign, code.exponent, code.fraction))}",
     )
     in_ulps = f" ({decision.error / decision.ulp:+.3f} ulp)" if isfinite(decision.error) else ""
     return [*lines, *_line("error", f"{decision.error!r}{in_ulps}" if decision.error else "0")]
@@ -114,17 +112,13 @@ def _neighbor(decision: Decision, value: float) -> str:
         return f"{value}"
     distance = float(abs(Fraction(value) - decision.exact))
     mark = "   ← taken" if value == decision.result else ""
-    return f"{_number(value)}, {distance:.6g} away ({distance / decision.ulp:.3f} ulp){mark}"
+    return f"{value!r}, {distance:.6g} away ({distance / decision.ulp:.3f} ulp){mark}"
 
 
 def _line(label: str, text: str) -> list[str]:
     """A labeled line, continued below itself where it is too long."""
     parts = wrap(text, WIDTH - 14) or [""]
     return [f"{label if i == 0 else '':<14}{part}" for i, part in enumerate(parts)]
-
-
-def _number(value: float) -> str:
-    return repr(value)
 
 
 def decimal_text(exact: Fraction, digits: int = 40) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Gradients, Saved
-from halfulp.native import CCall, CTensor, Isa, function, isa_number, missing
+from halfulp.native import CCall, CTensor, Isa, function, isa_number, missing, run
 from halfulp.recipes import KERNEL_RECIPES
 
 MAX_HEAD_DIM = 256
@@ -275,11 +275,3 @@ def _window(call: Call) -> tuple[int, int, int]:
     if least is None:
         return (-1, -1, 0) if greatest is None else (-1, 0, greatest)
     return 0, -1 if greatest is None else greatest - least, least
-
-
-def run(name: str, call: CCall) -> None:
-    """Call one of the library's functions; raises MemoryError where it finds no memory."""
-    if function(name, "p", ctypes.c_int32)(ctypes.addressof(call)):
-        raise MemoryError(
-            f"{name}: no memory for a call of {call.n_query} queries and {call.n_key} keys"
-        )

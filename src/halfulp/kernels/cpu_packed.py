@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfulp.calls import Call, Gradients, Saved
 from halfulp.kernels import cpu
-from halfulp.native import CCall
+from halfulp.native import CCall, run
 
 
 class Lengths(NamedTuple):
@@ -42,7 +42,7 @@ def forward(call: Call, recipe: str, lengths: Lengths) -> Saved:
     c.residual = None if residual is None else residual.data_ptr()
     c.lse, c.row_max = lse.data_ptr(), row_max.data_ptr()
     c.row_sum, c.own_lse = row_sum.data_ptr(), own_lse.data_ptr()
-    cpu.run("halfulp_forward", c)
+    run("halfulp_forward", c)
     del held
     whole = None if residual is None else _heads_first(residual)
     return Saved(_heads_first(out), whole, lse, row_max, row_sum, own_lse)
@@ -82,7 +82,7 @@ def backward(
     c.grad_query, c.grad_key, c.grad_value = map(cpu.pointer, (dq, dk, dv))
     of_sinks = None if sinks is None else torch.empty(h, dtype=torch.float32)
     c.grad_sinks = None if of_sinks is None else of_sinks.data_ptr()
-    cpu.run("halfulp_backward", c)
+    run("halfulp_backward", c)
     del held, grad_out, grad_lse
     return Gradients(
         dq, dk, dv, None if sinks is None or of_sinks is None else of_sinks.to(sinks.dtype)

@@ -15,6 +15,11 @@ def normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator)
 
 
+def normal_rows(sizes: Sizes, generator: torch.Generator) -> Tensors:
+    """An input `[T, D]` of them."""
+    return {"input": normal(generator, sizes["T"], sizes["D"])}
+
+
 def with_(draw: Draw, **changes: Callable[[Tensor], Tensor]) -> Draw:
     """The same draw with some of its tensors changed."""
 

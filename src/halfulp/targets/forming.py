@@ -31,7 +31,6 @@ MISAPPENDED = "its rows are not those appended"
 # told as another fault
 _FILLER = 3.0
 BITS, _MARK = {2: torch.int16, 4: torch.int32, 8: torch.int64}, 0x25
-_AXES = {"T": "N", "S": "N", "G": "H"}  # what a dimension is of one sequence
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ class Heads:
         # undivided the call stays open to what the plan of operations says of attention
         if list(groups) == [OWN]:
             swap = next((one for one in self.otherwise if one.chooses(operation)), None)
-            return _stock(operation) if swap is None else swap.run(operation)
+            return operation.run() if swap is None else swap.run(operation)
         parts: list[Tensor | None] = [None] * heads
         for choice, members in groups.items():
             out = _of_heads(choice, members, named, operation, self.own)
@@ -401,7 +401,3 @@ def _of_heads(
     return attention_function(choice, own)(
         q, k, v, is_causal=causal, scale=q.shape[-1] ** -0.5 if scale is None else scale
     )
-
-
-def _stock(operation: Operation) -> Any:
-    return operation.function(*operation.args, **operation.kwargs)

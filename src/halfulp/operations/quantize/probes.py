@@ -6,7 +6,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal, with_
+from halfulp.operations.random_tensors import normal_rows, with_
 
 INDEPENDENT = ()  # the scale of a tensor hangs on all of it
 
@@ -14,20 +14,16 @@ MX = "OCP Microscaling Formats 1.0"
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4")
 
 
-def _plain(sizes: Sizes, g: torch.Generator) -> Tensors:
-    return {"input": normal(g, sizes["T"], sizes["D"])}
-
-
 def _ranges(sizes: Sizes, g: torch.Generator) -> Tensors:
     """Blocks of all sizes side by side."""
-    x = _plain(sizes, g)
+    x = normal_rows(sizes, g)
     blocks = torch.arange(sizes["D"]) // 16
     x["input"] *= torch.exp2((blocks * 7 % 19 - 9).float())
     return x
 
 
 def _outlier(sizes: Sizes, g: torch.Generator) -> Tensors:
-    x = _plain(sizes, g)
+    x = normal_rows(sizes, g)
     x["input"][:, 5 % sizes["D"]] *= 400.0
     return x
 
@@ -40,7 +36,7 @@ def _ties(sizes: Sizes, g: torch.Generator) -> Tensors:
 
 
 def _zero_blocks(sizes: Sizes, g: torch.Generator) -> Tensors:
-    x = _plain(sizes, g)
+    x = normal_rows(sizes, g)
     x["input"][:, :32] = 0.0
     return x
 
@@ -68,7 +64,7 @@ PROBES = (
             f"gaussian_{f}",
             f"codes of {f}",
             MX,
-            _untied(_plain) if f == "nvfp4" else _plain,
+            _untied(normal_rows) if f == "nvfp4" else normal_rows,
             options={"format": f},
         )
         for f in FORMATS
@@ -103,7 +99,7 @@ PROBES = (
         "tiny",
         "scales that underflow",
         "TransformerEngine PR 3281 (finite output, zero gradients)",
-        with_(_plain, input=lambda x: x * 1e-3),
+        with_(normal_rows, input=lambda x: x * 1e-3),
         options={"format": "mxfp4"},
     ),
 )

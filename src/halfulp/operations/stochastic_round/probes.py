@@ -8,7 +8,7 @@ import torch
 
 from halfulp.operations.operation_data import Draw, Sizes, Tensors
 from halfulp.operations.operation_data import OperationProbe as Probe
-from halfulp.operations.random_tensors import normal
+from halfulp.operations.random_tensors import normal_rows
 
 INDEPENDENT = ()
 
@@ -27,12 +27,8 @@ def _at(part: float, sign: float = 1.0) -> Draw:
     return draw
 
 
-def _noise(sizes: Sizes, g: torch.Generator) -> Tensors:
-    return {"input": normal(g, sizes["T"], sizes["D"])}
-
-
 PROBES = (
-    Probe("gaussian", "errors beyond the next number", _BIAS, _noise),
+    Probe("gaussian", "errors beyond the next number", _BIAS, normal_rows),
     Probe("quarter", "a probability that is off", _BIAS, _at(0.25)),
     Probe("half", "numbers that elements share", _SEED, _at(0.5)),
     Probe("three_quarters", "a probability that is off", _BIAS, _at(0.75)),
