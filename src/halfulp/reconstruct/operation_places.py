@@ -103,14 +103,16 @@ def only_in(one: Trial, others: Sequence[Trial]) -> Condition | None:
     """Options and sizes that all calls which fail share, and no other has."""
     wrong, right = [one, *(t for t in others if t.failing)], [t for t in others if not t.failing]
     for name in one.calls.options if right else ():
-        bad, good = ({repr(t.calls.options[name]) for t in group} for group in (wrong, right))
-        if not bad & good:
-            told = " or ".join(sorted(bad))
-            return Condition(f"only where {name} is {told}", partial(_has_option, name, bad))
+        values, elsewhere = (
+            {repr(t.calls.options[name]) for t in group} for group in (wrong, right)
+        )
+        if not values & elsewhere:
+            told = " or ".join(sorted(values))
+            return Condition(f"only where {name} is {told}", partial(_has_option, name, values))
     sizes, rows = sizes_of(one.calls), one.calls.operation.independent
     inner = sorted(sizes, key=lambda symbol: symbol in rows)  # rows do not see each other
     for symbol in inner if right and len(wrong) > 1 else ():
-        bad, good = ([sizes_of(t.calls)[symbol] for t in group] for group in (wrong, right))  # type: ignore[assignment]
+        bad, good = ([sizes_of(t.calls)[symbol] for t in group] for group in (wrong, right))
         if min(bad) > max(good):
             text = f"only from {symbol} = {min(bad)} on, not up to {max(good)}"
             return Condition(text, partial(_is_between, symbol, min(bad), math.inf))
