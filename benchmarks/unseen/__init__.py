@@ -9,9 +9,10 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 13), ("operations", 10))
+    for of, last in (("attention", 14), ("operations", 10))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
-                 "ninth", "tenth", "eleventh", "twelfth", "thirteenth")[:last]
+                 "ninth", "tenth", "eleventh", "twelfth", "thirteenth",
+                 "fourteenth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 

@@ -34,15 +34,15 @@ LATER = ("attention.sixth", "operations.third", "attention.seventh", "operations
 LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.tenth",
           "operations.seventh", "attention.eleventh", "operations.eighth",
           "operations.ninth", "attention.twelfth", "attention.thirteenth",
-          "operations.tenth")  # fmt: skip
+          "operations.tenth", "attention.fourteenth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
 UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.eleventh",
-           "attention.twelfth", "attention.thirteenth", "operations.fifth", "operations.sixth",
-           "operations.seventh", "operations.eighth", "operations.ninth",
-           "operations.tenth")  # fmt: skip
+           "attention.twelfth", "attention.thirteenth", "attention.fourteenth",
+           "operations.fifth", "operations.sixth", "operations.seventh", "operations.eighth",
+           "operations.ninth", "operations.tenth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
