@@ -19,19 +19,27 @@ LEAST = 16  # numbers that share a scale, in every format
 NEAR = 2.0**-7  # of a code: 16 bits, and a scale that is no power of two, round it by less
 SAME = 0.95  # of what a code is taken for, that one number has to be
 TOLD = 4  # codes, as examples
+POWERS = (-3, -2, -1, 1, 2, 3, 4)  # of a scale that is another
 MOST = 512  # calls at once
 NO_NUMBER = 1e300  # stands for NaN
 
 
-def codes_asked(run: Run, one: Trial) -> str | None:
-    """What is said of codes that are each taken for another; None where all are right, or what they
-    are taken for is no function of them, or one factor is all that is wrong.
+def codes_asked(run: Run, one: Trial) -> tuple[str, str] | None:
+    """The cause and what is said of codes that are each taken for another, or are of another scale;
+    None where all are right, or what they are taken for is no function of them, or one factor is
+    all that is wrong.
     """
-    said = []
+    said: dict[str, str] = {}
     for name, codes, taken, fmt in _asked(run, one):
-        if text := _told(codes.flatten(), taken.flatten(), fmt):
-            said.append(f"codes of {name} are taken for others: {text}")
-    return "; ".join(dict.fromkeys(said)) or None
+        for power in POWERS:  # what a wrong scale rounds away is not a wrong code
+            if torch.equal(round_to(codes * 2.0**-power, fmt) * 2.0**power, taken):
+                text = f"scales of {name} are {2.0**power:g} times what they should be"
+                said.setdefault(text, "block-scale")
+                break
+        else:
+            if text := _told(codes.flatten(), taken.flatten(), fmt):
+                said.setdefault(f"codes of {name} are taken for others: {text}", "block-codes")
+    return (next(iter(said.values())), "; ".join(said)) if said else None
 
 
 def _asked(run: Run, one: Trial) -> Iterator[tuple[str, Tensor, Tensor, Format]]:

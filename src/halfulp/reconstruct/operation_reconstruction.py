@@ -101,7 +101,7 @@ def _asked(run: Run, wrong: Sequence[Trial]) -> Reached | None:
     """What a kernel that no way explains says itself."""
     for one in wrong:
         if codes := codes_asked(run, one):
-            return Reached("block-codes", codes)
+            return Reached(*codes)
     return next((found for one in wrong if (found := reached(run, one))), None)
 
 
