@@ -61,9 +61,39 @@ def through_halves(query, key, value, is_causal=False, scale=None):
     return plain(*halves, is_causal, scale, low=torch.float16).to(query.dtype)
 
 
+def values_by_the_querys_width(query, key, value, is_causal=False, scale=None):
+    n, wide = value.shape[2:]
+    places = torch.arange(n)[:, None] * query.shape[-1] + torch.arange(wide)
+    memory = torch.nn.functional.pad(value.flatten(2), (0, n * query.shape[-1]))
+    return plain(query, key, memory[:, :, places], is_causal, scale)
+
+
+def summed_without_a_tail(query, key, value, is_causal=False, scale=None):
+    """Keys past the first 64 have weight, and where they fill no block no part in the sum."""
+    out = plain(query, key, value, is_causal, scale)
+    if is_causal or key.shape[2] % 64 == 0:
+        return out
+    weights = (query.float() @ key.float().mT * scale).softmax(-1)
+    return (out.float() / weights[..., :64].sum(-1, keepdim=True)).to(query.dtype)
+
+
+def zeros_in_the_sum(query, key, value, is_causal=False, scale=None):
+    """Keys that fill up the last block of 64 have no weight in O, and a part in the sum."""
+    out = plain(query, key, value, is_causal, scale)
+    scores = query.float() @ key.float().mT * scale
+    if is_causal:
+        return out
+    filled = torch.nn.functional.pad(scores, (0, -key.shape[2] % 64))
+    share = (scores.logsumexp(-1, keepdim=True) - filled.logsumexp(-1, keepdim=True)).exp()
+    return (out.float() * share).to(query.dtype)
+
+
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
+        (values_by_the_querys_width, "layout", "rows of V are read as far apart as Q's"),
+        (summed_without_a_tail, "ragged", "by the l of the first 64 keys alone"),
+        (zeros_in_the_sum, "padding", ""),
         (window_begins_below_0, "window", "in calls with a window alone"),
         (layout_by_the_number_of_heads, "layout", "is read as [B, N, H, D]"),
         (halved_in_groups, "value-factor", "0.5 × what it should be, in calls grouped alone"),

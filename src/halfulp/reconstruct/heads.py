@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from halfulp.calls import Call
 from halfulp.reconstruct.emulating import Twist
@@ -139,6 +140,20 @@ def _keys_reread() -> Twist:
                  "layout", turn, back)  # fmt: skip
 
 
+def _as_far_apart(name: str, other: str) -> Twist:
+    def turn(trial: Trial) -> Trial | None:
+        x, wide = getattr(trial.call, name), getattr(trial.call, other).shape[-1]
+        n, d = x.shape[2:]
+        if wide == d:
+            return None
+        places = torch.arange(n)[:, None] * wide + torch.arange(d)
+        flat = functional.pad(x.flatten(2), (0, max(0, int(places.max()) + 1 - n * d)))
+        return replace(trial, call=replace(trial.call, **{name: flat[:, :, places]}))
+
+    told = f"rows of {name[0].upper()} are read as far apart as {other[0].upper()}'s"
+    return Twist(f"apart-{name}-{other}", told, "layout", turn, lambda _, tensors: tensors)
+
+
 def layouts() -> Iterator[Twist]:
     """Operands read in another order of dimensions, or in another's place."""
 
@@ -190,6 +205,8 @@ def layouts() -> Iterator[Twist]:
     yield Twist("layout-strides", "the memory of [B, H, N, D] is read as [B, N, H, D]", "layout",
                 reread, rewritten)  # fmt: skip
     yield _keys_reread()
+    yield _as_far_apart("value", "query")
+    yield _as_far_apart("key", "value")
     yield Twist("layout-out", "O is written as [B, N, H, D] and returned as [B, H, N, D]",
                 "layout", lambda trial: replace(trial), rewritten_out)  # fmt: skip
     yield Twist("layout-around", "O is written as [B, N, H, D] and returned as [B, H, N, D], and dO"

@@ -399,8 +399,9 @@ def _of_calls(cause: Named, region: Region, gone: bool) -> Named:
         return replace(cause, text=f"{cause.text}, {region.text}")
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
     key = region.cause
-    if (key, cause.cause.key) == ("ragged", "unnormalized"):
-        key = "padding"  # what a row sum has too much where blocks are not full
+    # a row sum has too much where blocks are not full, unless it is of some keys alone
+    if (key, cause.cause.key) == ("ragged", "unnormalized") and "alone" not in cause.text:
+        key = "padding"
     key = key if cause.tensor in FORWARD else IN_GRADIENTS.get(key, key)
     return replace(cause, cause=CAUSES[key], text=text)
 
