@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,7 +148,8 @@ def _as_far_apart(name: str, other: str) -> Twist:
             return None
         places = torch.arange(n)[:, None] * wide + torch.arange(d)
         flat = functional.pad(x.flatten(2), (0, max(0, int(places.max()) + 1 - n * d)))
-        return replace(trial, call=replace(trial.call, **{name: flat[:, :, places]}))
+        moved: dict[str, Any] = {name: flat[:, :, places]}
+        return replace(trial, call=replace(trial.call, **moved))
 
     told = f"rows of {name[0].upper()} are read as far apart as {other[0].upper()}'s"
     return Twist(f"apart-{name}-{other}", told, "layout", turn, lambda _, tensors: tensors)
