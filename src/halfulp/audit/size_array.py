@@ -63,7 +63,7 @@ _NAMED = ("sees", "asks", "scores", "memory", "grad_memory", "calls")
 
 
 def size_cases(seed: int = 0) -> tuple[tuple[str, Shape], ...]:
-    """Name and size of every case of the array, about 150."""
+    """Name and size of every case of the array, about 120."""
     return tuple((_name(row), _shape(row)) for row in _rows(seed))
 
 

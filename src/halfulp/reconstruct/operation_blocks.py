@@ -49,6 +49,8 @@ _SAID = {
     "codes": "a code",
 }
 _ALONG = ("rows", "blocks", "a block")
+BY_NAME = {f.name: f for f in FORMATS if isinstance(f, BlockFormat)}
+"""Block formats, by what the option `format` of a quantizer calls them."""
 
 
 def block_ways(calls: OperationCalls, base: Rounding) -> Iterator[Way]:
@@ -69,14 +71,13 @@ def _ways_of(
     chosen = calls.options.get("format")
     steps = {n: f for n, f in base.steps.items() if isinstance(f, BlockFormat)}
     steps = {n: f for n, f in steps.items() if n.startswith(f"{chosen}_")}
-    known = {f.name: f for f in FORMATS if isinstance(f, BlockFormat)}
-    for cause, text, quantize in changes if steps or chosen in known else ():
+    for cause, text, quantize in changes if steps or chosen in BY_NAME else ():
         if steps:
             for role, of in _roles(steps).items():
                 other = {n: partial(quantize, fmt=steps[n]) for n in of}
                 yield Way(cause, f"{text}, of {role}", formats=other)
         else:
-            yield Way(cause, text, of_calls=partial(_result, known, quantize))
+            yield Way(cause, text, of_calls=partial(_result, quantize))
 
 
 def _roles(steps: dict[str, BlockFormat]) -> dict[str, list[str]]:
@@ -84,8 +85,8 @@ def _roles(steps: dict[str, BlockFormat]) -> dict[str, list[str]]:
     return roles | {f"{name.rpartition('_')[2]}s": [name] for name in steps}
 
 
-def _result(known: dict[str, BlockFormat], quantize: _Quantize, calls: OperationCalls) -> Way:
-    x, fmt = next(iter(calls.operands.values())), known[calls.options["format"]]
+def _result(quantize: _Quantize, calls: OperationCalls) -> Way:
+    x, fmt = next(iter(calls.operands.values())), BY_NAME[calls.options["format"]]
     output = torch.stack([quantize(one.float(), fmt=fmt) for one in x])
     return Way("", "", results=lambda found: found | {"output": output})
 
@@ -265,8 +266,7 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
     """The cause and what is said of a quantizer that no way explains: its scales where its numbers
     are codes of another scale, block by block, its codes where each is always given as another.
     """
-    known = {f.name: f for f in FORMATS if isinstance(f, BlockFormat)}
-    fmt = known.get(trial.calls.options.get("format", ""))
+    fmt = BY_NAME.get(trial.calls.options.get("format", ""))
     if fmt is None or list(trial.kernel) != ["output"]:
         return None
     x = next(iter(trial.calls.operands.values()))[0].double()

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from halfulp.formats import FORMATS, BlockFormat, Format, round_to
+from halfulp.formats import BlockFormat, Format, round_to
 from halfulp.operations import OperationCalls, Tensors, emulated, sizes_of
+from halfulp.reconstruct.operation_blocks import BY_NAME
 from halfulp.reconstruct.operation_scales import Product, products_of
 from halfulp.reconstruct.operation_trials import Run, Trial
 
@@ -45,13 +46,17 @@ def codes_asked(run: Run, one: Trial) -> tuple[str, str] | None:
 def _asked(run: Run, one: Trial) -> Iterator[tuple[str, Tensor, Tensor, Format]]:
     """Operands by name, what they hold, and what a kernel takes it for, element by element."""
     calls, chosen = one.calls, one.calls.options.get("format")
-    known = {f.name: f for f in FORMATS if isinstance(f, BlockFormat)}
-    if chosen in known and list(one.kernel) == ["output"] and len(calls.operands) == 1:
+    if chosen in BY_NAME and list(one.kernel) == ["output"] and len(calls.operands) == 1:
         name, x = next(iter(calls.operands.items()))
-        given = _codes(known[chosen].element, x.shape[1:]).to(x.dtype)
+        given = _codes(BY_NAME[chosen].element, x.shape[1:]).to(x.dtype)
         result = run(replace(calls, operands={name: given[None]}, manner=""))
         if result is not None:
-            yield name, given.double(), result.tensors["output"][0].double(), known[chosen].element
+            yield (
+                name,
+                given.double(),
+                result.tensors["output"][0].double(),
+                BY_NAME[chosen].element,
+            )
         return
     for product in products_of(calls, one.failing):
         for of in (0, 1):

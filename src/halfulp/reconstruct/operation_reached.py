@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.formats import FORMATS, BlockFormat
 from halfulp.operations import OperationCalls, defined, emulated, sizes_of
+from halfulp.reconstruct.operation_blocks import BY_NAME
 from halfulp.reconstruct.operation_mistakes import fitting, moved
 from halfulp.reconstruct.operation_trials import Run, Trial
 
@@ -55,9 +55,7 @@ def reached(run: Run, one: Trial) -> Reached | None:
         return scaled
     told: list[Reached] = []
     # of a block that is quantized every number goes by the largest
-    by_blocks = calls.options.get("format") in {
-        f.name for f in FORMATS if isinstance(f, BlockFormat)
-    }
+    by_blocks = calls.options.get("format") in BY_NAME
     for by, (name, symbol) in product(CHANGES[:1] if by_blocks else CHANGES, _changes(calls)):
         for result, own, due, other in _made(run, calls, name, symbol, by, failing):
             # what is a small part of itself hangs on what it should by as little
