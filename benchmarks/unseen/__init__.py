@@ -9,10 +9,10 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 14), ("operations", 11))
+    for of, last in (("attention", 16), ("operations", 11))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth",
-                 "fourteenth")[:last]
+                 "fourteenth", "fifteenth", "sixteenth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
