@@ -34,7 +34,8 @@ LATER = ("attention.sixth", "operations.third", "attention.seventh", "operations
 LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.tenth",
           "operations.seventh", "attention.eleventh", "operations.eighth",
           "operations.ninth", "attention.twelfth", "attention.thirteenth",
-          "operations.tenth", "attention.fourteenth", "operations.eleventh")  # fmt: skip
+          "operations.tenth", "attention.fourteenth", "operations.eleventh",
+          "operations.thirteenth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -42,7 +43,8 @@ AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
 UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.eleventh",
            "attention.twelfth", "attention.thirteenth", "attention.fourteenth",
            "operations.fifth", "operations.sixth", "operations.seventh", "operations.eighth",
-           "operations.ninth", "operations.tenth", "operations.eleventh")  # fmt: skip
+           "operations.ninth", "operations.tenth", "operations.eleventh",
+           "operations.thirteenth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
