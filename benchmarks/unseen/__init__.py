@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SETS = tuple(
+SETS = (*(
     f"{of}.{each}"
     for of, last in (("attention", 15), ("operations", 12))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth",
                  "fourteenth", "fifteenth")[:last]
-)  # fmt: skip
+), "operations.fourteenth")  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
 

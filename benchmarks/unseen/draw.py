@@ -35,7 +35,7 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "operations.seventh", "attention.eleventh", "operations.eighth",
           "operations.ninth", "attention.twelfth", "attention.thirteenth",
           "operations.tenth", "attention.fourteenth", "operations.eleventh",
-          "attention.fifteenth", "operations.twelfth")  # fmt: skip
+          "attention.fifteenth", "operations.twelfth", "operations.fourteenth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -44,7 +44,7 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.twelfth", "attention.thirteenth", "attention.fourteenth",
            "operations.fifth", "operations.sixth", "operations.seventh", "operations.eighth",
            "operations.ninth", "operations.tenth", "operations.eleventh",
-           "attention.fifteenth", "operations.twelfth")  # fmt: skip
+           "attention.fifteenth", "operations.twelfth", "operations.fourteenth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
