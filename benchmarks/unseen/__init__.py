@@ -9,7 +9,7 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 17), ("operations", 12))
+    for of, last in (("attention", 17), ("operations", 14))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth",
                  "fourteenth", "fifteenth", "sixteenth", "seventeenth")[:last]

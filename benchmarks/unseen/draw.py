@@ -35,7 +35,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "operations.seventh", "attention.eleventh", "operations.eighth",
           "operations.ninth", "attention.twelfth", "attention.thirteenth",
           "operations.tenth", "attention.fourteenth", "operations.eleventh",
-          "attention.fifteenth", "operations.twelfth", "attention.seventeenth")  # fmt: skip
+          "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
+          "operations.twelfth", "operations.thirteenth", "operations.fourteenth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -44,7 +45,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.twelfth", "attention.thirteenth", "attention.fourteenth",
            "operations.fifth", "operations.sixth", "operations.seventh", "operations.eighth",
            "operations.ninth", "operations.tenth", "operations.eleventh",
-           "attention.fifteenth", "operations.twelfth", "attention.seventeenth")  # fmt: skip
+           "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
+           "operations.twelfth", "operations.thirteenth", "operations.fourteenth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
