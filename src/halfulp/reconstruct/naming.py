@@ -91,6 +91,7 @@ class Named:
     explained: float  # share of that result's squared error that the model explains
     located: bool = False  # only where it sits is known, not what it is
     function: bool = False  # no rounding, whatever the cause is at other times
+    twists: tuple[str, ...] = ()  # keys of what does it
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -229,8 +230,9 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         share = 1 - min(1.0, with_it[place].left)
         function = slipped or CAUSES[key].kind == "function"
         found.append(
-            Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function)
-        )
+            Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function,
+                  twists=tuple(d.twist for d in group if d.twist is not None))
+        )  # fmt: skip
     # what computes another O is the cause of other gradients, however large their errors are
     found.sort(key=lambda n: (
         not (n.function and n.tensor in FORWARD and n.harm > GROSS and n.explained > PROVEN),

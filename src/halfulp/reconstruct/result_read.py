@@ -30,6 +30,7 @@ from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights
 
 LARGE = 0.25  # of weights: no rounding makes such an error of them
+TWICE = 0.02  # of weights, that those which are counted twice may be off by: roundings make less
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _UPSTREAM = {
@@ -121,6 +122,8 @@ def result_read(
     rest = torch.where(observed.usable, observed.value - made, 0.0)
     if float(rest.square().sum()) > READ * observed.total:
         return _after_weights(emulator, model, trial, None, tensor)
+    if backward and how.kind in ("tail", "rows") and _twice(weights, exact, how):
+        return Read(f"P is twice what it should be{how.where}, which are counted twice", "")
     if how.kind == "tail" and read.cause in _BY_ROWS:
         return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
     if how.kind == "tail" and read.cause not in STRUCTURE | _HIDDEN and _gross(weights, exact, how):
@@ -153,6 +156,14 @@ def _off(weights: Tensor, exact: Tensor, trial: Trial) -> Unlike:
     dtype = trial.call.query.dtype
     least = exact.clamp_min(torch.finfo(dtype).smallest_normal) * (exact > 0)
     return unlike(weights, exact, 2 * spread(dtype) * least, dtype)
+
+
+def _twice(weights: Tensor, exact: Tensor, how: Unlike) -> bool:
+    """Whether weights that are off in some rows are twice what they should be there."""
+    if how.inside is None:
+        return False
+    rest, size = ((x * how.inside).square().sum() for x in (weights - 2 * exact, exact))
+    return bool(rest < TWICE**2 * size)
 
 
 def _gross(weights: Tensor, exact: Tensor, how: Unlike) -> bool:

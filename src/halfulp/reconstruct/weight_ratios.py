@@ -55,8 +55,12 @@ def logarithms(read: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(clear, log, 0.0), clear.double()
 
 
-def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -> Read:
-    """What the ratio of read and exact weights is a function of."""
+def compared_ratios(
+    trial: Trial, log: Tensor, weight: Tensor, backward: bool, sums: Tensor | None = None
+) -> Read:
+    """What the ratio of read and exact weights is a function of; `sums` are how many times those
+    of the exact ones the rows' sums are.
+    """
     call = trial.call
     noise = NOISE[call.query.dtype]
     size = rms(log, weight)
@@ -75,12 +79,15 @@ def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -
     found = (
         _of_maximum(call, rest, weight)
         or _of_scores(call, rest, weight)
-        or _of_groups(rest, weight, noise, log)
+        or _of_groups(call, rest, weight, noise, log)
         or _of_operands(call, rest, weight)
     )
     if found is not None:
         return found
-    if common > size / 2:
+    # what other scores make of a row's weights leaves their sum as it is
+    whole = sums is not None and not backward and float(sums[told].log().square().mean()) < (
+        ALONG * common) ** 2  # fmt: skip
+    if common > size / 2 and not whole:
         return alike
     return _of_size(call, rest, clear, noise, f"{100 * size:.2g} %")
 
@@ -250,7 +257,7 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     return None
 
 
-def _of_groups(rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read | None:
+def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read | None:
     """Ratios that are a function of where the pair sits: `rest` in their rows, or `log`."""
     n, n_key = rest.shape[-2:]
     b, h, i, j = (c.expand_as(rest) for c in coordinates(rest))
@@ -287,10 +294,24 @@ def _of_groups(rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read 
             if rounded and rms(log, last) > HALF * rms(log, weight):
                 return Read(f"{text}, which is small, and the last has one as well: the maximum is"
                             " rounded", "row-max")  # fmt: skip
+            means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
+            if blocks > 1 and _along_queries(call, means):
+                return Read(f"{text}, as if K had another vector added in each", "operand")
             if rounded:
                 return Read(f"{text}, which is small: sums are rescaled coarsely", "accumulator")
             return Read(text, cause)
     return None
+
+
+def _along_queries(call: Call, factors: Tensor) -> bool:
+    """Whether factors of parts, `[B, H, N, parts]` logarithms, are linear in Q, on one head."""
+    q, y = call.query[0, 0].double(), factors[0, 0]
+    n, d = q.shape
+    if n < 1.25 * d:
+        return False
+    left = y - q @ torch.linalg.lstsq(q, y).solution
+    # what as many random numbers would explain does not count
+    return float(left.square().sum()) * n / (n - d) < (1 - SHARE) * float(y.square().sum())
 
 
 def _of_maximum(call: Call, rest: Tensor, weight: Tensor) -> Read | None:

@@ -114,7 +114,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             if backward and call.groups > 1 and pattern.startswith("heads"):
                 cause = "group-sum"
             return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
-    ratios = compared_ratios(trial, *logarithms(read, exact), backward)
+    sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
+    ratios = compared_ratios(trial, *logarithms(read, exact), backward, sums)
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
 
 
