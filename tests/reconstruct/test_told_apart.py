@@ -9,13 +9,14 @@ import torch
 from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.formats import BF16
-from halfulp.recipes import BF16_FLASH2, FP16_FLASH2, FP32
+from halfulp.recipes import BF16_FLASH2, FP16_FLASH2, FP32, TORCH_CPU_FLASH
 from halfulp.reconstruct import panel, suggested
 from halfulp.reconstruct.call_asked import holds, whole
 from halfulp.reconstruct.dataflow import grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
-from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.evidence import Fit, Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
+from halfulp.reconstruct.naming import named
 from halfulp.reconstruct.others_read import reads_others
 from halfulp.reconstruct.parts_read import merged
 from halfulp.reconstruct.places import unexplained
@@ -407,3 +408,98 @@ def test_other_scores_are_no_matter_of_sums(kind, cause):
         scores = scores / unit * unit.mT
     read = compared(trial, weights_of(call, scores))
     assert read.cause == cause, read.text
+
+
+def test_the_lse_of_parts_that_is_rounded_is_told_from_a_maximum_that_is():
+    trial = TRIALS["plain"]
+    scores = scores_of(trial.call).unflatten(-1, (3, 64))
+    lse = scores.logsumexp(-1, keepdim=True)
+    low = lse.bfloat16().double()
+    weights = (scores - lse + low).flatten(-2).exp() / low.exp().sum(-2)
+    read = compared(trial, weights)
+    assert read.cause == "split-merge", read.text
+    assert "the lse of each to bf16" in read.text
+
+
+@pytest.mark.parametrize(("keys", "cause"), [((95, 96), "other-data"), ((190, 192), "key-tail")])
+def test_keys_of_the_middle_that_are_read_twice_are_others_data(keys, cause):
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call))
+    weights[..., slice(*keys)] *= 2
+    read = compared(trial, weights / weights.sum(-1, keepdim=True))
+    assert read.cause == cause, read.text
+
+
+def test_heads_that_are_0_are_never_written_rather_than_multiplied():
+    def run(trial):
+        call = trial.call
+        last = torch.arange(call.query.shape[1]) % call.groups == call.groups - 1
+        gone = last[:, None, None]
+        return Result(golden(call).out.masked_fill(gone, 0).to(call.query.dtype))
+
+    names = ("grouped", "decode")
+    emulator = Emulator({TRIALS[name]: run(TRIALS[name]) for name in names}, run)
+    outs = {name: emulator.observed[name, "out"] for name in names}
+    fitted = {n: suggested.factor_of(o, o.exact) for n, o in outs.items()}
+    found = suggested.factors("out", fitted, {n: TRIALS[n] for n in names})
+    assert found[0].cause == "unwritten", found[0].text
+
+
+def test_a_rounding_that_one_call_alone_shows_a_little_is_none():
+    """A maximum that stays at the sink rounds other weights than the largest."""
+
+    def run(trial):
+        call = trial.call
+        scores = scores_of(call).float()
+        top = scores.amax(-1, keepdim=True) - 0.4  # rounds otherwise, and no worse
+        if call.sinks is not None:
+            sink = call.sinks.view(1, -1, 1, 1).expand_as(top)
+            scores, top = torch.cat([scores, sink], -1), torch.maximum(sink, top - 5)
+        weights = (scores - top).exp()
+        value = call.value.float().repeat_interleave(call.groups, 1)
+        value = torch.nn.functional.pad(value, (0, 0, 0, weights.shape[-1] - value.shape[2]))
+        out = weights.bfloat16().float() @ value / weights.sum(-1, keepdim=True)
+        return Result(out.nan_to_num(0.0).bfloat16())
+
+    some = {t.name: t for t in (*TRIALS.values(), *panel.panel(torch.bfloat16, rarer=True))}
+    names = ("plain", "causal", "wide", "scaled", "ragged", "sinks_window")
+    emulator = Emulator({some[name]: run(some[name]) for name in names}, run)
+    fits = emulator.fits(STOCK, frozenset({"out"}))
+    assert 1.25 < fits["sinks_window", "out"].times < 1.5
+    assert not unexplained(emulator, STOCK, 0.3)
+
+
+def test_an_additive_mask_leaves_the_future_hidden_in_every_recipe():
+    rarer = {t.name: t for t in panel.panel(torch.bfloat16, rarer=True)}
+    trial = rarer["causal_biased"]
+    exact = golden(trial.call, trial.grad_out)
+    emulator = Emulator({trial: exact})
+    for recipe in (TORCH_CPU_FLASH, BF16_FLASH2):
+        way = Model.of(recipe).forward
+        made = emulator.tensors(trial, way, None) | emulator.tensors(trial, way, way)
+        for name in ("out", "grad_query", "grad_key", "grad_value"):
+            off = (made[name].double() - getattr(exact, name)).norm()
+            assert off < 0.02 * getattr(exact, name).norm(), (recipe.name, name)
+
+
+@pytest.mark.parametrize(("left", "count"), [(0.3, 0), (0.05, 1)])
+def test_a_little_harm_of_one_call_is_a_cause_where_it_is_proven(left, count):
+    stock = BF16_FLASH2
+    rounded = Model.of(stock.with_(accumulator=BF16))
+
+    class Two:
+        """Of two calls one errs 1.3 times as much with the rounding."""
+
+        trials = {"one": None, "other": None}  # noqa: RUF012 - an emulator has them so
+
+        def fits(self, model, _):
+            def fit(more, rest):
+                own, one = (torch.full((1,), x, dtype=torch.float64) for x in (more**2, 1.0))
+                share = rest if model == rounded else 1.0
+                return Fit(share * own, own, own if model == rounded else one, 0.0)
+
+            return {("one", "out"): fit(1.3, left), ("other", "out"): fit(1.0, 0.01)}
+
+    found, harmless = named(Two(), rounded, stock)
+    assert len(found) == count
+    assert bool(harmless) != bool(found)

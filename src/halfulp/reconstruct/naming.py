@@ -12,7 +12,7 @@ from typing import Any
 from halfulp.recipes import Recipe
 from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, SHORT, Emulator, Model, Way
-from halfulp.reconstruct.evidence import HARMFUL
+from halfulp.reconstruct.evidence import HARMFUL, ONCE
 from halfulp.reconstruct.space import field_text
 
 GROSS = (
@@ -208,7 +208,7 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         if key == "grad-scale" and whose >= frozenset(GRADIENTS) and not (slipped or alone):
             key = "backward-weights"  # what all three gradients have, P has
         without = emulator.fits(reverted(model, stock, group), every)
-        most, place = (False, False, 0.0), None
+        most, place, calls = (False, False, 0.0), None, set[str]()
         for where, fit in with_it.items():
             before = float(without[where].other.sum()) + fit.floor
             own = float(fit.other.sum()) + fit.floor
@@ -220,14 +220,17 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             # what the forward pass does is told there, though a gradient may show it more
             clear = harm > HARMFUL and fit.left <= 1 - PROVEN
             first = (clear, clear and where[1] in whose & set(FORWARD), harm)
-            if first > most and explains > 0.05 and proven:
-                most, place = first, where
+            if explains > 0.05 and proven:
+                calls |= {where[0]} if harm > HARMFUL else set()
+                most, place = max((most, place), (first, where), key=lambda found: found[0])
+        share = 0.0 if place is None else 1 - min(1.0, with_it[place].left)
+        once = len(calls) == 1 < len(emulator.trials) and share < PROVEN
+        least = ONCE if once and CAUSES[key].kind == "rounding" else HARMFUL
         # one algorithm is as good as another
-        if place is None or most[-1] < HARMFUL or key == "weights-normalized":
+        if place is None or most[-1] < least or key == "weights-normalized":
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
-        share = 1 - min(1.0, with_it[place].left)
         function = slipped or CAUSES[key].kind == "function"
         found.append(
             Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function,

@@ -14,7 +14,7 @@ from halfulp.reconstruct.call_asked import holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST, Fit
+from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
 from halfulp.reconstruct.others_read import reads_others
 from halfulp.reconstruct.panel import simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
@@ -91,7 +91,8 @@ def unexplained(
         much = {t: more[t, tensor] for t in bad}
         times_ = sorted(much.values())
         most = times_[-1]
-        if most <= HARMFUL and times_[len(times_) // 2] <= SOUND:
+        least = ONCE if sum(x > HARMFUL for x in times_) == 1 < len(times_) else HARMFUL
+        if most <= least and times_[len(times_) // 2] <= SOUND:
             continue  # it rounds otherwise than was tried, and no worse
         # the simplest that shows it: in others, more than the fault may be otherwise
         shows = [t for t in bad if much[t] >= min(_LEAST * most, FAR)]

@@ -340,6 +340,9 @@ def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Tria
     if not by_head and all(abs(f - 1) < ULP for f in off.values()):
         cause = "grad-stored" if tensor in GRADIENTS else "out"
         leans = ", less than an ulp of bf16: it is rounded to one side"
+    if by_head and bool((every.abs() < LEAN).any()) and bool(
+        ((every.abs() < LEAN) | ((every - 1).abs() < ULP)).all()):  # fmt: skip
+        told, cause = "0 in some heads, and by 1 in the others", "unwritten"
     option = option_of([trials[t] for t in off])
     cause = option or cause
 
