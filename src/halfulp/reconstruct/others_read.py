@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfulp.algorithms import golden
 from halfulp.reconstruct.emulating import GRADIENTS
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.panel import Run, Trial
@@ -33,8 +34,33 @@ class Others(NamedTuple):
 
 def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Others | None:
     """Whether what a kernel gives in one head, or row, follows what only others are given: the
-    others' data change their sign, so that largest numbers and scales stay.
+    others' data change their sign, so that largest numbers and scales stay. A call of one sequence
+    is asked with another one behind it as well.
     """
+    return _of_others(run, trial, tensor, observed) or _of_a_second(run, trial, tensor)
+
+
+def _of_a_second(run: Run, trial: Trial, tensor: str) -> Others | None:
+    """The same of a sequence alone, which has none of whose data it could be, where one follows."""
+    if len(trial.call.key) > 1:
+        return None
+    call = trial.call
+    query, key, value, do = (torch.cat([x, x.roll(1, 2)]) for x in (
+        call.query, call.key, call.value, trial.grad_out))  # fmt: skip
+    mask = call.sees.mask
+    if mask is not None and mask.ndim == 4:
+        mask = mask.expand(2, *mask.shape[1:])
+    both = replace(call, query=query, key=key, value=value, sees=replace(call.sees, mask=mask),
+                   shape=None)  # fmt: skip
+    two = replace(trial, name=f"{trial.name}/two", call=both, grad_out=do)
+    result = run(two)
+    got = None if result is None else getattr(result, tensor)
+    if got is None:
+        return None
+    return _of_others(run, two, tensor, Observed.of(got, getattr(golden(both, do), tensor)))
+
+
+def _of_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Others | None:
     call = trial.call
     # some that are those of no period: a tile's rows may follow those of another
     some = torch.rand(call.query.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfulp.reconstruct import call_kinds
-from halfulp.reconstruct.call_asked import holds
+from halfulp.reconstruct.call_asked import GROUPED, holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
@@ -222,9 +222,11 @@ def _told(
             if own is not None and own.cause in _OTHERS:  # which has all others do
                 return f"{own.text}: {others.text}", _OTHERS[own.cause], False, True
         if others:
-            grouped = all(emulator.trials[name].call.groups > 1 for name in bad or {worst})
+            some = bad or frozenset({worst})
+            grouped = all(emulator.trials[name].call.groups > 1 for name in some)
             # calls without groups are right: it is the head of the group that is another
-            paired = grouped and others.told == "heads" and not others.beside
+            paired = grouped and others.told == "heads" and not others.beside and holds(
+                emulator, model, GROUPED, some)  # fmt: skip
             return others.text, "key-heads" if paired else "other-data", False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
