@@ -88,9 +88,42 @@ def zeros_in_the_sum(query, key, value, is_causal=False, scale=None):
     return (out.float() * share).to(query.dtype)
 
 
+def masked(query, key, value, is_causal, scale, mask):
+    """Attention with a mask; rows that see nothing are 0."""
+    hidden, seen = 0.0 if mask is None else mask, torch.ones(1, dtype=torch.bool)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = mask.any(-1, keepdim=True)
+        hidden = torch.zeros(mask.shape).masked_fill(~mask & seen, -math.inf)
+    return plain(query, key, value, is_causal, scale, hidden=hidden) * seen
+
+
+def no_mask_for_few_queries(query, key, value, is_causal=False, scale=None, attn_mask=None):
+    return masked(query, key, value, is_causal, scale, None if query.shape[2] < 8 else attn_mask)
+
+
+def causal_in_chunks(query, key, value, is_causal=False, scale=None):
+    if not is_causal:
+        return plain(query, key, value, is_causal, scale)
+    i, j = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])
+    hidden = torch.zeros(len(i), len(j)).masked_fill(j // 64 != i // 64, -math.inf)
+    return plain(query, key, value, is_causal, scale, hidden=hidden)
+
+
+def tiles_judged_by_their_first_row(query, key, value, is_causal=False, scale=None,
+                                    attn_mask=None):  # fmt: skip
+    """Rows of a tile of 32 see nothing where its first one sees nothing."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        first = attn_mask.any(-1, keepdim=True)[..., ::32, :].repeat_interleave(32, -2)
+        attn_mask = attn_mask & first[..., : attn_mask.shape[-2], :]
+    return masked(query, key, value, is_causal, scale, attn_mask)
+
+
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
+        (no_mask_for_few_queries, "mask", ""),
+        (causal_in_chunks, "causal-mask", "before its own block of 64"),
+        (tiles_judged_by_their_first_row, "mask", "in calls with a boolean mask alone"),
         (values_by_the_querys_width, "layout", "rows of V are read as far apart as Q's"),
         (summed_without_a_tail, "ragged", "by the l of the first 64 keys alone"),
         (zeros_in_the_sum, "padding", ""),

@@ -173,7 +173,8 @@ def _forward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) -> 
     if mask is None or mask.dtype == torch.bool:
         return problem.sees.apply(step("scores", s * problem.call.scale), rows, cols, 1.0)
     alpha = torch.tensor(problem.call.scale, dtype=torch.float32)
-    return step("scores", fused_multiply_add(s, alpha, _mask_tile(problem, rows, cols)))
+    added = step("scores", fused_multiply_add(s, alpha, _mask_tile(problem, rows, cols)))
+    return replace(problem.sees, mask=None).apply(added, rows, cols, 1.0)
 
 
 def _mask_tile(problem: Problem, rows: slice, cols: slice) -> Tensor:
@@ -245,7 +246,8 @@ def _backward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) ->
         s = step("scores", gemm(q, k, problem.call.scale))
     if mask is None or mask.dtype == torch.bool:
         return problem.sees.apply(s, rows, cols, 1.0)
-    return s + _mask_tile(problem, rows, cols)
+    added = s + _mask_tile(problem, rows, cols)
+    return replace(problem.sees, mask=None).apply(added, rows, cols, 1.0)
 
 
 class _Gemm:

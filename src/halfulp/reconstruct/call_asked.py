@@ -16,23 +16,37 @@ from halfulp.reconstruct.panel import Trial, simplicity
 
 WHOLE = 128  # rows: a multiple of every usual block
 WIDE = 64  # features likewise
+GROUPED = "calls grouped"  # how words begin of calls that share key heads
 _SIZES = (" off ", "other lengths", "other widths", "more queries")
 
 
 def holds(emulator: Emulator, model: Model, told: str, wrong: frozenset[str]) -> bool:
     """Whether calls of sizes that alone are wrong, as `told`, are right at sizes that fill whole
-    blocks; True where the kind is no matter of sizes or the kernel gives nothing there.
+    blocks, and grouped ones where each head has a key head of its own; True where the kind is no
+    matter of these or the kernel gives nothing there.
     """
+    if told.startswith(GROUPED):
+        return _right(emulator, model, ungrouped(emulator.trials[min(wrong, key=simplicity)]))
     asked = [t for t in wrong if (sees := emulator.trials[t].call.sees).mask is None
              and sees.window is None]  # fmt: skip
     if not asked or not any(kind in told for kind in _SIZES):
         return True
-    trial = whole(emulator.trials[min(asked, key=simplicity)])
+    return _right(emulator, model, whole(emulator.trials[min(asked, key=simplicity)]))
+
+
+def _right(emulator: Emulator, model: Model, trial: Trial) -> bool:
     result = emulator.run(trial)
     if result is None:
         return True
     fits = Emulator({trial: result}, emulator.run).fits(model, frozenset(TENSORS)).values()
     return not any(fit.left > UNEXPLAINED and fit.times > HARMFUL**2 for fit in fits)
+
+
+def ungrouped(trial: Trial) -> Trial:
+    """A call of the same numbers whose key heads are as many as its query heads."""
+    call = trial.call
+    key, value = (x.repeat_interleave(call.groups, 1) for x in (call.key, call.value))
+    return replace(trial, name=f"{trial.name}/ungrouped", call=replace(call, key=key, value=value))
 
 
 def whole(trial: Trial) -> Trial:

@@ -191,17 +191,17 @@ def _slope(trial: Trial) -> Tensor | float:
 
 
 def shown(
-    run: Run, trial: Trial, tensor: str, numbers: Tensor | float = 1.0, *, first: bool = False
+    run: Run, trial: Trial, tensor: str, numbers: Tensor | float = 1.0, *, part: int = 0
 ) -> ReadScores | None:
-    """dS of the last, or first, D keys as dQ shows it, or of as many queries as dK does: they are
-    unit vectors times `numbers`, and the others 0. Of heads that share one dK each is asked alone,
-    the queries of the others being 0.
+    """dS of the last D keys, or of the first, second … D by their `part`, as dQ shows it, or of as
+    many queries as dK does: they are unit vectors times `numbers`, and the others 0. Of heads that
+    share one dK each is asked alone, the queries of the others being 0.
     """
     call, by_keys = trial.call, tensor == "grad_query"
     if not by_keys and call.groups > 1:
-        return _joined([_shown(run, trial, tensor, numbers, member, first)
+        return _joined([_shown(run, trial, tensor, numbers, member, part)
                         for member in range(call.groups)])  # fmt: skip
-    return _shown(run, trial, tensor, numbers, 0, first)
+    return _shown(run, trial, tensor, numbers, 0, part)
 
 
 def _joined(members: list[ReadScores | None]) -> ReadScores | None:
@@ -214,14 +214,15 @@ def _joined(members: list[ReadScores | None]) -> ReadScores | None:
 
 
 def _shown(
-    run: Run, trial: Trial, tensor: str, numbers: Tensor | float, member: int, first: bool
+    run: Run, trial: Trial, tensor: str, numbers: Tensor | float, member: int, part: int
 ) -> ReadScores | None:
     call, by_keys = trial.call, tensor == "grad_query"
     groups = 1 if by_keys else call.groups
     name = "key" if by_keys else "query"
     operand = torch.zeros_like(getattr(call, name))
     n, width = operand.shape[2:]
-    some = torch.arange(min(n, width)) if first else torch.arange(max(0, n - width), n)
+    start = max(0, min(n - width, (part - 1) * width) if part else n - width)
+    some = torch.arange(start, min(n, start + width))
     factor = numbers if isinstance(numbers, float) else numbers[: len(some)]
     unit = _unit(trial)
     operand[:, member::groups, some, some - some[0]] = unit * factor
@@ -265,8 +266,9 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     which of its parts; None where it cannot be read.
     """
     dtype = trial.call.query.dtype
-    for first in (False, True):
-        both = {name: shown(run, trial, name, first=first) for name in ("grad_query", "grad_key")}
+    rows = trial.call.scores_shape[3 if tensor == "grad_query" else 2]
+    for at in range(1 + -(-rows // trial.call.query.shape[3])):
+        both = {name: shown(run, trial, name, part=at) for name in ("grad_query", "grad_key")}
         seen = {name: r for name, r in both.items() if r is not None}
         if tensor not in seen:
             return None
@@ -277,7 +279,7 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     name = "grad_key" if tensor == "grad_query" else "grad_query"
     other = found.get(name, own)
     if other.right and not own.right:  # the other end may be what is wrong
-        again = shown(run, trial, name, first=not first)
+        again = shown(run, trial, name, part=int(not at))
         other = other if again is None else _held(again, dtype)
     short = {"grad_query": "dQ", "grad_key": "dK"}
     if own.right:

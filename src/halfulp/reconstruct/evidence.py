@@ -20,6 +20,7 @@ NOISE = 3e-3
 it no candidate is better than another."""
 FLOOR = 2.0**-21  # of a result: an error below that is the order of sums, and explains itself
 HARMFUL = 1.25  # times the error without it: what is below is no cause
+ONCE = HARMFUL**2  # where one call of all has it, unproven: sound ways differ by 1.26 in one
 SOUND = 1.1  # times a model's error: below, nothing is at fault
 UNEXPLAINED = 0.3  # share of an error left from which a result is not explained
 NEARLY_NONE = 1e-3  # share of an error that a number which was fitted may leave

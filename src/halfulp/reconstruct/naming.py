@@ -12,7 +12,7 @@ from typing import Any
 from halfulp.recipes import Recipe
 from halfulp.reconstruct.causes import CAUSES, Cause
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, SHORT, Emulator, Model, Way
-from halfulp.reconstruct.evidence import HARMFUL
+from halfulp.reconstruct.evidence import HARMFUL, ONCE
 from halfulp.reconstruct.space import field_text
 
 GROSS = (
@@ -91,6 +91,7 @@ class Named:
     explained: float  # share of that result's squared error that the model explains
     located: bool = False  # only where it sits is known, not what it is
     function: bool = False  # no rounding, whatever the cause is at other times
+    twists: tuple[str, ...] = ()  # keys of what does it
 
     def as_dict(self) -> dict[str, object]:
         """Plain data for JSON."""
@@ -207,7 +208,7 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         if key == "grad-scale" and whose >= frozenset(GRADIENTS) and not (slipped or alone):
             key = "backward-weights"  # what all three gradients have, P has
         without = emulator.fits(reverted(model, stock, group), every)
-        most, place = (False, False, 0.0), None
+        most, place, calls = (False, False, 0.0), None, set[str]()
         for where, fit in with_it.items():
             before = float(without[where].other.sum()) + fit.floor
             own = float(fit.other.sum()) + fit.floor
@@ -219,18 +220,22 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             # what the forward pass does is told there, though a gradient may show it more
             clear = harm > HARMFUL and fit.left <= 1 - PROVEN
             first = (clear, clear and where[1] in whose & set(FORWARD), harm)
-            if first > most and explains > 0.05 and proven:
-                most, place = first, where
+            if explains > 0.05 and proven:
+                calls |= {where[0]} if harm > HARMFUL else set()
+                most, place = max((most, place), (first, where), key=lambda found: found[0])
+        share = 0.0 if place is None else 1 - min(1.0, with_it[place].left)
+        once = len(calls) == 1 < len(emulator.trials) and share < PROVEN
+        least = ONCE if once and CAUSES[key].kind == "rounding" else HARMFUL
         # one algorithm is as good as another
-        if place is None or most[-1] < HARMFUL or key == "weights-normalized":
+        if place is None or most[-1] < least or key == "weights-normalized":
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
-        share = 1 - min(1.0, with_it[place].left)
         function = slipped or CAUSES[key].kind == "function"
         found.append(
-            Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function)
-        )
+            Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function,
+                  twists=tuple(d.twist for d in group if d.twist is not None))
+        )  # fmt: skip
     # what computes another O is the cause of other gradients, however large their errors are
     found.sort(key=lambda n: (
         not (n.function and n.tensor in FORWARD and n.harm > GROSS and n.explained > PROVEN),

@@ -183,6 +183,12 @@ def _padded_keys(g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=mask.contiguous())}
 
 
+def _decode_masked(g: torch.Generator) -> dict[str, Any]:
+    """Few queries under a boolean mask, which is another in each sequence."""
+    x = _operands(g, (2, 2, 2), (5, 90), (32, 32))
+    return x | {"sees": Sees(mask=torch.rand(2, 1, 5, 90, generator=g) > 0.4)}
+
+
 _CAUSAL = Sees(causal=True)
 _DRAWS: dict[str, tuple[str, Draw]] = {
     "plain": ("standard normal numbers, blocks whole", _plain),
@@ -238,6 +244,11 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "wide_ragged": ("causal, 150 tokens, D = 96",
                     _of((1, 2, 2), (150, 150), (96, 96), sees=_CAUSAL)),
     "one_query": ("1 query, 200 keys, 4 heads on 2", _of((3, 4, 2), (1, 200), (64, 64))),
+    "decode_masked": ("5 queries, 90 keys, a mask for each sequence", _decode_masked),
+    "decode_capped": ("4 queries, 100 keys, scores capped at 2",
+                      _of((2, 2, 2), (4, 100), (32, 32), softcap=2.0)),
+    "decode_sinks": ("2 queries, 100 keys, a sink for each head",
+                     _of((2, 2, 2), (2, 100), (32, 32), sinks=torch.tensor([4.0, 3.0]))),
     "few_tokens": ("17 tokens", _of((2, 3, 3), (17, 17), (64, 64))),
     "long_causal": ("causal, 520 tokens", _of((1, 1, 1), (520, 520), (32, 32), sees=_CAUSAL)),
     "wider_values": ("D = 48, of values 80", _of((1, 3, 3), (66, 130), (48, 80))),

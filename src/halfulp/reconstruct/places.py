@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from halfulp.reconstruct import call_kinds
-from halfulp.reconstruct.call_asked import holds
+from halfulp.reconstruct.call_asked import GROUPED, holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, SOUND, WORST, Fit
+from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
+from halfulp.reconstruct.others_read import reads_others
 from halfulp.reconstruct.panel import simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
-from halfulp.reconstruct.suggested import exchanged, not_finite, reads_others, silent_rows
+from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
 from halfulp.reconstruct.weight_ratios import Read
 
 FAR = 20.0  # times the model's error: no rounding
@@ -90,7 +91,8 @@ def unexplained(
         much = {t: more[t, tensor] for t in bad}
         times_ = sorted(much.values())
         most = times_[-1]
-        if most <= HARMFUL and times_[len(times_) // 2] <= SOUND:
+        least = ONCE if sum(x > HARMFUL for x in times_) == 1 < len(times_) else HARMFUL
+        if most <= least and times_[len(times_) // 2] <= SOUND:
             continue  # it rounds otherwise than was tried, and no worse
         # the simplest that shows it: in others, more than the fault may be otherwise
         shows = [t for t in bad if much[t] >= min(_LEAST * most, FAR)]
@@ -105,6 +107,8 @@ def unexplained(
             if not only[0]:
                 only = call_kinds.condition(*calls)
                 only = only if holds(emulator, model, only[0], some) else ("", "")
+        if only[1] == "key-heads" and _but_in_the_first(emulator, model, tensor, frozenset(bad)):
+            only = f"{only[0]}, in sequences after the first", "other-data"
         text, cause, alone, read = _told(
             emulator,
             model,
@@ -126,6 +130,21 @@ def unexplained(
     largest = max((p.times for p in found), default=0.0)
     found.sort(key=lambda p: (p.times < min(MINOR, largest / 3), list(SHORT).index(p.tensor)))
     return _by_what_is_explained(emulator, found, {name for _, name in every})
+
+
+def _but_in_the_first(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> bool:
+    """Whether the first sequence of each of these calls is right, which no pairing of heads would
+    leave so.
+    """
+    right = []
+    for name in bad:
+        found = _left_of(emulator, model, tensor, name)
+        if found is None:
+            return False
+        rest, usual = (x.square().sum((1, 2, 3)) for x in found)
+        right.append(len(rest) > 1 and float(rest[0]) < HARMFUL**2 * float(usual[0]) + (
+            SLIGHT**2 * float(rest[1:].max())))  # fmt: skip
+    return all(right)
 
 
 def _left_over(model: Model, trial: str, tensor: str, fit: Fit, stock: Fit) -> bool:
@@ -197,15 +216,18 @@ def _told(
             return text, key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
     if gross:
-        text, key = reads_others(emulator.run, trial, tensor, observed)
-        if key and tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
+        others = reads_others(emulator.run, trial, tensor, observed)
+        if others and tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             own = result_read(emulator, model, trial, tensor, in_values)
             if own is not None and own.cause in _OTHERS:  # which has all others do
-                return f"{own.text}: {text}", _OTHERS[own.cause], False, True
-        if key:
-            grouped = all(emulator.trials[name].call.groups > 1 for name in bad or {worst})
+                return f"{own.text}: {others.text}", _OTHERS[own.cause], False, True
+        if others:
+            some = bad or frozenset({worst})
+            grouped = all(emulator.trials[name].call.groups > 1 for name in some)
             # calls without groups are right: it is the head of the group that is another
-            return text, "key-heads" if grouped and text.startswith("heads") else key, False, True
+            paired = grouped and others.told == "heads" and not others.beside and holds(
+                emulator, model, GROUPED, some)  # fmt: skip
+            return others.text, "key-heads" if paired else "other-data", False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     told, special = only
@@ -263,19 +285,30 @@ def _like(candidate: Tensor) -> Tensor:
     return torch.where(found.isfinite(), found, 0.0)
 
 
-def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Unlike | None, str]:
-    """Where what the model leaves sits, beside what it errs itself: heads, rows or features, with
-    its cause; a few elements.
-    """
+def _left_of(
+    emulator: Emulator, model: Model, tensor: str, name: str
+) -> tuple[Tensor, Tensor] | None:
+    """What a model leaves of a result on a call, and what it errs itself."""
     observed = emulator.observed[name, tensor]
     backward = model.way(tensor) if tensor in GRADIENTS else None
     made = emulator.tensors(emulator.trials[name], model.forward, backward).get(tensor)
     if made is None or made.shape[:3] != observed.value.shape[:3]:
-        return None, ""
+        return None
     rest, usual = (
         torch.where(observed.usable, x, 0.0)
         for x in (observed.value - _like(made), _like(made) - observed.exact)
     )
+    return rest, usual
+
+
+def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Unlike | None, str]:
+    """Where what the model leaves sits, beside what it errs itself: heads, rows or features, with
+    its cause; a few elements.
+    """
+    observed, both = emulator.observed[name, tensor], _left_of(emulator, model, tensor, name)
+    if both is None:
+        return None, ""
+    rest, usual = both
     squares = rest.square()
     top = float(squares.flatten().topk(min(8, squares.numel())).values.sum())
     others = float(squares.sum()) - top

@@ -20,6 +20,7 @@ from halfulp.operations import DTYPES
 from halfulp.recipes import Recipe
 from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
+from halfulp.reconstruct.call_causes import of_calls
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model, Twist
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED, Cosine, Fit
@@ -37,7 +38,7 @@ from halfulp.reconstruct.naming import (
 )
 from halfulp.reconstruct.order_read import Order, key_order, query_order
 from halfulp.reconstruct.panel import Run, Trial, panel, some_heads
-from halfulp.reconstruct.places import IN_GRADIENTS, OF_CALLS, Place, unexplained
+from halfulp.reconstruct.places import OF_CALLS, Place, unexplained
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.slips import Tiles, of_others, of_rows
@@ -260,9 +261,8 @@ def _found(
     if region is not None and region.rows:
         causes = [_of_rows(n, region) for n in causes]
     if region is not None and region.cause in OF_CALLS:
-        gone = any(twist.key == "silent-gone" for twist in model.forward.twists)
         read = {p.cause for p in places if p.was_read}  # and found by the search as well
-        causes = [n if n.cause.key in read else _of_calls(n, region, gone) for n in causes]
+        causes = [n if n.cause.key in read else of_calls(n, region, emulator) for n in causes]
     return Reconstruction(
         target=name,
         dtype=dtype,
@@ -378,32 +378,6 @@ def _of_rows(cause: Named, region: Region) -> Named:
     tail = cause.cause.key == "unwritten" and cause.tensor not in FORWARD
     key = "grad-tail" if tail else cause.cause.key
     return replace(cause, cause=CAUSES[key], text=f"{cause.text}, {region.text}")
-
-
-_FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
-_FORMULAS = {"causal-mask": _FACTORS, "ragged": _FACTORS - {"lse-other"}, "key-heads": _FACTORS,
-             "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
-"""What is no matter of the calls that alone have it: no mask or tail multiplies a scale."""
-_HIDE = {"causal-mask", "window", "mask"}
-
-
-def _of_calls(cause: Named, region: Region, gone: bool) -> Named:
-    """What is gross in calls with an option alone is a matter of the option; so are rows that are
-    0 and have no gradient (`gone`), as those are that see nothing.
-    """
-    told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
-    hides = {cause.cause.key, region.cause} <= (_HIDE | {"unwritten"} if gone else _HIDE)
-    if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
-        return cause
-    if cause.explained >= PROVEN and cause.cause.key in _FORMULAS.get(region.cause, ()):
-        return replace(cause, text=f"{cause.text}, {region.text}")
-    text = f"{cause.text}, {region.text}: {cause.cause.name}"
-    key = region.cause
-    # a row sum has too much where blocks are not full, unless it is of some keys alone
-    if (key, cause.cause.key) == ("ragged", "unnormalized") and "alone" not in cause.text:
-        key = "padding"
-    key = key if cause.tensor in FORWARD else IN_GRADIENTS.get(key, key)
-    return replace(cause, cause=CAUSES[key], text=text)
 
 
 def _with_field(place: Place, harmless: Sequence[Difference]) -> Place:

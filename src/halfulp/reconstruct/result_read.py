@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halfulp.calls import Result
 from halfulp.reconstruct import space
+from halfulp.reconstruct.columns_read import of_columns
 from halfulp.reconstruct.dataflow import OTHER, Unlike, grad_scores, unlike
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
@@ -27,9 +28,10 @@ from halfulp.reconstruct.sums_read import (
     value_rows,
 )
 from halfulp.reconstruct.weight_ratios import NOISE, Read
-from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights
+from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights, weighed
 
 LARGE = 0.25  # of weights: no rounding makes such an error of them
+TWICE = 0.02  # of weights, that those which are counted twice may be off by: roundings make less
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _UPSTREAM = {
@@ -72,7 +74,7 @@ def result_read(
     """
     if tensor in ("grad_query", "grad_key"):
         first = next(iter(in_values), None)
-        if first is not None and first.cause in _UPSTREAM:
+        if first is not None and (first.cause in _UPSTREAM or _of_other_keys(first)):
             return Read(f"as in dV: {first.text}", first.cause)
         if not emulator.offered(("grad_value",)) and (own := _own_weights(emulator.run, trial)):
             return own
@@ -90,13 +92,7 @@ def result_read(
     weights = (backward_weights if backward else forward_weights)(emulator.run, trial)
     if weights is None:
         return None
-    if backward:
-        each = weights.mT @ trial.grad_out.double()
-        b, _, *rest_of = each.shape
-        made = each.reshape(b, -1, trial.call.groups, *rest_of).sum(2)
-    else:
-        value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
-        made = weights @ value
+    made = weighed(trial, weights, backward)
     exact = weights_of(trial.call, scores_of(trial.call))
     how = _off(weights, exact, trial)
     read = compared(trial, _in_place(weights, exact, how), backward=backward)
@@ -120,7 +116,11 @@ def result_read(
         return _after_weights(emulator, model, trial, weights, tensor)
     rest = torch.where(observed.usable, observed.value - made, 0.0)
     if float(rest.square().sum()) > READ * observed.total:
-        return _after_weights(emulator, model, trial, None, tensor)
+        gross = observed.relative > LARGE
+        own = of_columns(emulator.run, trial, observed.total, backward=backward) if gross else None
+        return own or _after_weights(emulator, model, trial, None, tensor)
+    if backward and how.kind in ("tail", "rows") and _twice(weights, exact, how):
+        return Read(f"P is twice what it should be{how.where}, which are counted twice", "")
     if how.kind == "tail" and read.cause in _BY_ROWS:
         return Read(f"P {how.text}", "grad-tail" if backward else "query-tail")
     if how.kind == "tail" and read.cause not in STRUCTURE | _HIDDEN and _gross(weights, exact, how):
@@ -133,6 +133,11 @@ def result_read(
             return Read(f"P {how.text}, and that of the backward pass is right", "unnormalized")
         return Read(f"P {how.text}", read.cause)
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
+
+
+def _of_other_keys(read: Read) -> bool:
+    """Whether rows of dV are those of other keys, whose weights dS then has as well."""
+    return read.cause in ("layout", "other-data") and read.text.startswith("rows ")
 
 
 def _own_weights(run: Run, trial: Trial) -> Read | None:
@@ -153,6 +158,14 @@ def _off(weights: Tensor, exact: Tensor, trial: Trial) -> Unlike:
     dtype = trial.call.query.dtype
     least = exact.clamp_min(torch.finfo(dtype).smallest_normal) * (exact > 0)
     return unlike(weights, exact, 2 * spread(dtype) * least, dtype)
+
+
+def _twice(weights: Tensor, exact: Tensor, how: Unlike) -> bool:
+    """Whether weights that are off in some rows are twice what they should be there."""
+    if how.inside is None:
+        return False
+    rest, size = ((x * how.inside).square().sum() for x in (weights - 2 * exact, exact))
+    return bool(rest < TWICE**2 * size)
 
 
 def _gross(weights: Tensor, exact: Tensor, how: Unlike) -> bool:

@@ -1,5 +1,5 @@
-"""Faults that a kernel's own results suggest: whose data a head is computed from, which factor is
-on a scale or on a result, what was never written.
+"""Faults that a kernel's own results suggest: which factor is on a scale or on a result, what was
+never written, which features or rows are others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from halfulp.reconstruct.call_kinds import option_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
-from halfulp.reconstruct.panel import Run, Trial, simplicity
+from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.twists import Tensors
 
@@ -27,57 +27,12 @@ SURER = 1.1  # times the share that one of all heads explains: each head has its
 LEAN = 3e-4  # a smaller factor is none
 HALF = 0.5  # of an error, that what lies elsewhere must hold
 STEADY = 0.1  # of a number that is added to every row's sum: what it may differ by
-SHARED = 0.1  # of a result, that what another's data changes must be
 _EXP_RANGE = 87.0  # exp of more is no float32
 SOME = 16  # rows
 FAR = 5.0  # from 0, that scores lie whose exponentials may vanish
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
 Results = Mapping[tuple[str, str], Observed]  # (trial, tensor)
-
-
-def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
-    """Whether what a kernel gives in one head, or row, follows what only others are given: the
-    others' data change their sign, so that largest numbers and scales stay.
-    """
-    call = trial.call
-    # some that are those of no period: a tile's rows may follow those of another
-    some = torch.rand(call.query.shape[2], generator=torch.Generator().manual_seed(1)) < 0.5
-    rows = torch.where(some[:, None], call.query, -call.query)
-    grads = torch.where(some[:, None], trial.grad_out, -trial.grad_out)
-    asked = []
-    for at in (0, -1):  # what goes on from head to head does not reach the first
-        own = torch.zeros(call.key.shape[:2], dtype=torch.bool)
-        own[at, at] = True
-        heads = own[..., None, None]
-        changed = replace(call, key=torch.where(heads, call.key, -call.key),
-                          value=torch.where(heads, call.value, -call.value))  # fmt: skip
-        mine = own.repeat_interleave(call.groups, 1)
-        kept = (own if tensor in GRADIENTS[1:] else mine)[..., None, None]
-        asked.append((own.numel() > 1, changed, trial.grad_out, kept, "heads"))
-    asked.append((tensor in ("out", "grad_query"), replace(call, query=rows), grads,
-                  some[:, None], "rows"))  # fmt: skip
-    for possible, other, grad_out, where, told in asked:
-        if not possible:
-            continue
-        result = run(replace(trial, name=f"{trial.name}/other {told}", call=other,
-                             grad_out=grad_out))  # fmt: skip
-        got = None if result is None else getattr(result, tensor)
-        if got is None:
-            continue
-        got = got.unsqueeze(-1) if got.ndim == 3 else got  # lse, one number a row
-        moved, error, size = (
-            float(torch.where(observed.usable & where, x, 0.0).square().sum())
-            for x in (
-                got.double() - observed.value,
-                observed.value - observed.exact,
-                observed.exact,
-            )
-        )
-        # a scale of codes that all heads share moves what is rounded, and no more
-        if moved > max(HALF * error, SHARED**2 * size, 4 * observed.floor):
-            return f"{told} follow what others are given, whose own data stay", "other-data"
-    return "", ""
 
 
 def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
@@ -385,6 +340,9 @@ def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Tria
     if not by_head and all(abs(f - 1) < ULP for f in off.values()):
         cause = "grad-stored" if tensor in GRADIENTS else "out"
         leans = ", less than an ulp of bf16: it is rounded to one side"
+    if by_head and bool((every.abs() < LEAN).any()) and bool(
+        ((every.abs() < LEAN) | ((every - 1).abs() < ULP)).all()):  # fmt: skip
+        told, cause = "0 in some heads, and by 1 in the others", "unwritten"
     option = option_of([trials[t] for t in off])
     cause = option or cause
 

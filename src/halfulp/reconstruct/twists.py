@@ -86,6 +86,10 @@ def _at_blocks(block: int) -> Iterator[tuple[str, str, Callable[[Tensor, Tensor]
     def before(i: Tensor, j: Tensor) -> Tensor:
         return (j // block < i // block) | (j == i)
 
+    def chunk(i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (j // block == i // block)
+
+    yield "chunk", f"no query sees a key before its own block of {block}", chunk
     yield "edge", f"the last query of blocks of {block} sees the next block's first key", edge
     told = f"the causal mask is applied in blocks of {block}: the whole block on the diagonal is"
     yield "whole", f"{told} seen", whole

@@ -26,6 +26,7 @@ WHOLE, KEPT = 32, 0.1  # keys with a factor of more are a part that is merged ot
 HALF, MORE = 0.5, 1.1  # of the squares, that one number explains; times what one a row leaves
 ALONG = 0.5  # the cosine of factors with the row sums that they lack
 COARSEST = 2.0**-4  # of a number: what any format loses of it
+TWICE = 0.05  # of a factor of 2, that keys which are read twice may be off by
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
 NOISE = {torch.bfloat16: 2.5e-3, torch.float16: 3.2e-4, torch.float32: 2.0**-21}
@@ -55,8 +56,12 @@ def logarithms(read: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(clear, log, 0.0), clear.double()
 
 
-def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -> Read:
-    """What the ratio of read and exact weights is a function of."""
+def compared_ratios(
+    trial: Trial, log: Tensor, weight: Tensor, backward: bool, sums: Tensor | None = None
+) -> Read:
+    """What the ratio of read and exact weights is a function of; `sums` are how many times those
+    of the exact ones the rows' sums are.
+    """
     call = trial.call
     noise = NOISE[call.query.dtype]
     size = rms(log, weight)
@@ -75,12 +80,15 @@ def compared_ratios(trial: Trial, log: Tensor, weight: Tensor, backward: bool) -
     found = (
         _of_maximum(call, rest, weight)
         or _of_scores(call, rest, weight)
-        or _of_groups(rest, weight, noise, log)
+        or _of_groups(call, rest, weight, noise, log)
         or _of_operands(call, rest, weight)
     )
     if found is not None:
         return found
-    if common > size / 2:
+    # what other scores make of a row's weights leaves their sum as it is
+    whole = sums is not None and not backward and float(sums[told].log().square().mean()) < (
+        ALONG * common) ** 2  # fmt: skip
+    if common > size / 2 and not whole:
         return alike
     return _of_size(call, rest, clear, noise, f"{100 * size:.2g} %")
 
@@ -250,7 +258,7 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     return None
 
 
-def _of_groups(rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read | None:
+def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read | None:
     """Ratios that are a function of where the pair sits: `rest` in their rows, or `log`."""
     n, n_key = rest.shape[-2:]
     b, h, i, j = (c.expand_as(rest) for c in coordinates(rest))
@@ -284,13 +292,48 @@ def _of_groups(rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read 
                 return _few_keys(factor) or _blocks(factor) or Read(text, cause)
             rounded = cause == "rescale" and rms(log, weight) < COARSEST
             last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
+            means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
+            if rounded and (lse := _of_rounded_lse(call, means, blocks)):
+                return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
             if rounded and rms(log, last) > HALF * rms(log, weight):
                 return Read(f"{text}, which is small, and the last has one as well: the maximum is"
                             " rounded", "row-max")  # fmt: skip
+            if blocks > 1 and _along_queries(call, means):
+                return Read(f"{text}, as if K had another vector added in each", "operand")
             if rounded:
                 return Read(f"{text}, which is small: sums are rescaled coarsely", "accumulator")
             return Read(text, cause)
     return None
+
+
+def _of_rounded_lse(call: Call, factors: Tensor, blocks: int) -> str:
+    """The format to which each part's lse is rounded, where that makes these logarithms of factors
+    `[B, H, N, parts]`; empty where none does.
+    """
+    scores = scores_of(call)
+    width = -(-scores.shape[-1] // blocks)
+    lse = torch.stack([x.logsumexp(-1) for x in torch.split(scores, width, -1)], -1)
+    known = lse.isfinite().all(-1, keepdim=True)
+    total = float((factors * known).square().sum())
+    for name, fmt in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for unit in (1.0, math.log2(math.e)):
+            made = torch.where(known, (lse * unit).to(fmt).double() / unit - lse, 0.0)
+            made = made - made.mean(-1, keepdim=True)
+            left = float(((factors - made) * known).square().sum())
+            if left < HALF * total:
+                return name
+    return ""
+
+
+def _along_queries(call: Call, factors: Tensor) -> bool:
+    """Whether factors of parts, `[B, H, N, parts]` logarithms, are linear in Q, on one head."""
+    q, y = call.query[0, 0].double(), factors[0, 0]
+    n, d = q.shape
+    if n < 1.25 * d:
+        return False
+    left = y - q @ torch.linalg.lstsq(q, y).solution
+    # what as many random numbers would explain does not count
+    return float(left.square().sum()) * n / (n - d) < (1 - SHARE) * float(y.square().sum())
 
 
 def _of_maximum(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
@@ -345,4 +388,6 @@ def _few_keys(ratio: Tensor) -> Read | None:
         int(where[0]) == 0 or int(where[-1]) == len(ratio) - 1)  # fmt: skip
     if factor > KEPT and len(where) >= WHOLE:  # a part, and none that is left out
         return Read(told, "split-merge" if int(where[0]) % 64 else "rescale")
+    if not at_an_end and abs(factor - 2) < TWICE:
+        return Read(f"{told}: they are read twice", "other-data")
     return Read(told, "key-tail") if at_an_end else None

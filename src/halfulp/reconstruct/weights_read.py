@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfulp.calls import Call
 from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.keys_read import in_their_place
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.weight_ratios import (
@@ -26,16 +27,16 @@ from halfulp.reconstruct.weight_ratios import (
 
 VISIBLE = 1e-6  # weights below it may round to 0
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
-INSTEAD = 0.05  # of an error, that keys read in others' place may leave
 MOSTLY = 0.9  # of a head's rows
 HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
 SOME_LOST = 4  # weights of a row that are 0, and that are not
 MOST_KEYS = 320  # of a trial that is read
 
 
-def forward_weights(run: Run, trial: Trial) -> Tensor | None:
+def forward_weights(run: Run, trial: Trial, shift: int = 0) -> Tensor | None:
     """P `[B, H, N, N_k]` float64 as O shows it; None where the kernel gives nothing, or N_k is
-    large.
+    large. The first key is shown by the column whose number is `shift`, the others by those after
+    it, round and round.
     """
     call = trial.call
     n_key, width = call.key.shape[2], call.value.shape[3]
@@ -44,17 +45,17 @@ def forward_weights(run: Run, trial: Trial) -> Tensor | None:
     parts = []
     for first in range(0, n_key, width):
         rows = torch.arange(first, min(first + width, n_key))
-        value = torch.zeros_like(call.value)
-        value[:, :, rows, rows - first] = 1
+        value, columns = torch.zeros_like(call.value), (rows - first + shift) % width
+        value[:, :, rows, columns] = 1
         asked = replace(call, value=value)
         result = run(replace(trial, name=f"{trial.name}/values {first}", call=asked))
         if result is None or not bool(result.out.isfinite().all()):
             return None
-        parts.append(result.out.double()[..., : len(rows)])
+        parts.append(result.out.double()[..., columns])
     return torch.cat(parts, -1)
 
 
-def backward_weights(run: Run, trial: Trial) -> Tensor | None:
+def backward_weights(run: Run, trial: Trial, shift: int = 0) -> Tensor | None:
     """The same as dV shows it; of heads that share one dV each is asked alone, dO of the others
     being 0.
     """
@@ -65,16 +66,27 @@ def backward_weights(run: Run, trial: Trial) -> Tensor | None:
     read = torch.zeros(*call.query.shape[:3], call.key.shape[2], dtype=torch.float64)
     for first in range(0, n, width):
         rows = torch.arange(first, min(first + width, n))
+        columns = (rows - first + shift) % width
         for member in range(groups):
             grad_out = torch.zeros_like(trial.grad_out)
-            grad_out[:, member::groups, rows, rows - first] = 1
+            grad_out[:, member::groups, rows, columns] = 1
             name = f"{trial.name}/rows {first} of {member}"
             result = run(replace(trial, name=name, grad_out=grad_out))
             grad = None if result is None else result.grad_value
             if grad is None or not bool(grad.isfinite().all()):
                 return None
-            read[:, member::groups, rows] = grad.double()[..., : len(rows)].mT
+            read[:, member::groups, rows] = grad.double()[..., columns].mT
     return read
+
+
+def weighed(trial: Trial, weights: Tensor, backward: bool) -> Tensor:
+    """What weights make of V, which is O, or of dO, which is dV, float64."""
+    call = trial.call
+    if not backward:
+        return weights @ call.value.double().repeat_interleave(call.groups, 1)
+    each = weights.mT @ trial.grad_out.double()
+    b, _, *rest_of = each.shape
+    return each.reshape(b, -1, call.groups, *rest_of).sum(2)
 
 
 def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
@@ -105,7 +117,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 rest = exact[possible & ~marked]
                 less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
                 cause = "weights" if less else cause or "key-tail"
-            if cause == "key-tail" and (instead := _instead(read, exact, marked)):
+            if cause == "key-tail" and (instead := in_their_place(read, exact, marked)):
                 return Read(f"{pattern} {told}: {instead}", "other-data")
             if cause == "tiles-skipped" and _by_heads(marked, possible):
                 cause = "split-merge"  # a part that is lost, whatever it weighs
@@ -114,7 +126,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             if backward and call.groups > 1 and pattern.startswith("heads"):
                 cause = "group-sum"
             return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
-    ratios = compared_ratios(trial, *logarithms(read, exact), backward)
+    sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
+    ratios = compared_ratios(trial, *logarithms(read, exact), backward, sums)
     return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
 
 
@@ -154,32 +167,6 @@ def _small(call: Call, exact: Tensor, lost: Tensor) -> tuple[str, str] | None:
     if len(tops) >= SOME_LOST and float((tops <= 2 * least).double().mean()) > 0.9:
         return "each row loses its small weights, below a number of its own", "maximum"
     return None
-
-
-def _instead(read: Tensor, exact: Tensor, lost: Tensor) -> str:
-    """Which keys stand where others should that get no weight: their weight is twice their own, or
-    that of both where V alone is theirs; and not that of rows that merely lack those.
-    """
-    n_key, whole = read.shape[-1], exact.sum(-1, keepdim=True)
-    some = lost.flatten(0, -2).any(0).nonzero().flatten()
-    without = exact.clone()
-    without[..., some] = 0
-
-    def left(made: Tensor) -> float:
-        made = made * whole / made.sum(-1, keepdim=True).clamp_min(1e-300)
-        return float((read - made).square().sum())
-
-    most = INSTEAD * min(left(exact), left(without))
-    for by in range(int(some[-1]) - n_key + 1, int(some[0]) + 1):
-        there = some - by
-        if bool(torch.isin(there, some).any()):
-            continue
-        twice, both = without.clone(), without.clone()
-        twice[..., there] *= 2
-        both[..., there] += exact[..., some]
-        if min(left(twice), left(both)) < most:
-            return f"keys {ranges(there)} are read in their place"
-    return ""
 
 
 def _by_heads(lost: Tensor, possible: Tensor) -> bool:

@@ -1,0 +1,52 @@
+"""What a cause is that only calls with an option, or of some sizes, show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.emulating import FORWARD, Emulator
+from halfulp.reconstruct.naming import PROVEN, Named
+from halfulp.reconstruct.places import IN_GRADIENTS, OF_CALLS
+from halfulp.reconstruct.regions import Region
+from halfulp.reconstruct.result_read import STRUCTURE
+
+_FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
+_FORMULAS = {"causal-mask": _FACTORS, "ragged": _FACTORS - {"lse-other"}, "key-heads": _FACTORS,
+             "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
+"""What is no matter of the calls that alone have it: no mask or tail multiplies a scale."""
+_HIDE = {"causal-mask", "window", "mask"}
+_OF_SOME_KEYS = ("unnormalized-first", "unnormalized-last")
+"""How keys of twists begin that divide by the row sum of some keys alone."""
+
+
+def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
+    """What is gross in calls with an option alone is a matter of the option; so are rows that are
+    0 and have no gradient, as those are that see nothing.
+    """
+    told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
+    hide = _HIDE | {"unwritten"} if _see_nothing(emulator, cause) else _HIDE
+    hides = {cause.cause.key, region.cause} <= hide
+    if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
+        return cause
+    if cause.explained >= PROVEN and cause.cause.key in _FORMULAS.get(region.cause, ()):
+        return replace(cause, text=f"{cause.text}, {region.text}")
+    text = f"{cause.text}, {region.text}: {cause.cause.name}"
+    key = region.cause
+    # a row sum has too much where blocks are not full, unless it is of some keys alone
+    if (key, cause.cause.key) == ("ragged", "unnormalized") and not any(
+        t.startswith(_OF_SOME_KEYS) for t in cause.twists):  # fmt: skip
+        key = "padding"
+    key = key if cause.tensor in FORWARD else IN_GRADIENTS.get(key, key)
+    return replace(cause, cause=CAUSES[key], text=text)
+
+
+def _see_nothing(emulator: Emulator, cause: Named) -> bool:
+    """Whether rows of O that are 0, on the call that shows a cause, have a dQ of 0 as well: as rows
+    have that see nothing, and not those that are never written.
+    """
+    out, grad = (emulator.observed.get((cause.trial, name)) for name in ("out", "grad_query"))
+    if out is None or grad is None:
+        return False
+    zero = (out.value == 0).all(-1) & (out.exact != 0).any(-1)
+    return bool((grad.exact[zero] != 0).any()) and bool((grad.value[zero] == 0).all())

@@ -1,0 +1,68 @@
+"""Which keys are read where others should be, as weights show it that were read off."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfulp.reconstruct.ranges import ranges
+from halfulp.reconstruct.weight_ratios import CLEAR, COARSEST, logarithms
+
+LEFT = 0.05  # of an error, that keys read in others' place may leave
+ROUNDS = 8  # of means over rows and over keys, which weights that are not clear keep apart
+
+
+def in_their_place(read: Tensor, exact: Tensor, lost: Tensor) -> str:
+    """Which keys stand where others should that get no weight, in words: with their K and V, and
+    then as many are read as there should be, or with their V alone; empty where rows merely lack
+    those. All `[B, H, N, N_k]`; `lost` marks pairs.
+    """
+    gone = lost.flatten(0, -2).any(0)
+    without = exact.masked_fill(gone, 0.0)
+    most = LEFT * min(_left(read, x) for x in (exact, without, _as_much(without, exact)))
+    times = _times(read, exact, gone)
+    made = _as_much(without * times, exact)
+    if int(times.sum()) == len(gone) and _left(read, made) < most:
+        return f"keys {ranges((times > 1).nonzero().flatten())} are read in their place"
+    of_key, known = _values(read, exact)
+    made = torch.zeros_like(exact).index_add_(-1, of_key[known], exact[..., known])
+    moved = known & (of_key != torch.arange(len(gone)))
+    if not bool(moved.any()) or _left(read, made) >= most:
+        return ""
+    place = "their place" if torch.equal(moved, gone) else (
+        f"the place of {ranges(moved.nonzero().flatten())}")  # fmt: skip
+    return f"V of keys {ranges(torch.unique(of_key[moved]))} are read in {place}"
+
+
+def _left(read: Tensor, made: Tensor) -> float:
+    return float((read - made).square().sum())
+
+
+def _as_much(weights: Tensor, exact: Tensor) -> Tensor:
+    """Weights of which each row has the sum that the exact one has."""
+    return weights * exact.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
+def _times(read: Tensor, exact: Tensor, gone: Tensor) -> Tensor:
+    """How often each key is counted, `[N_k]`: those that are, once at least."""
+    log, clear = logarithms(read, exact)
+    clear = clear * ~gone
+    each = torch.zeros(len(gone), dtype=torch.float64)
+    for _ in range(ROUNDS):
+        rows = ((log - each) * clear).sum(-1, keepdim=True) / clear.sum(-1, keepdim=True).clamp_min(
+            1)  # fmt: skip
+        each = ((log - rows) * clear).sum((0, 1, 2)) / clear.sum((0, 1, 2)).clamp_min(1)
+    told = clear.sum((0, 1, 2)) > 0
+    least = each[told].min() if bool(told.any()) else 0.0
+    return torch.where(told, (each - least).exp().round(), 1.0) * ~gone
+
+
+def _values(read: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """The key whose V is read for each, and whether any is, `[N_k]`: its weights as they were read
+    hold the exact ones in every row, and go along with them the most.
+    """
+    read, exact = read.flatten(0, -2), exact.flatten(0, -2)
+    held = torch.stack([((1 - COARSEST) * e[:, None] <= read + CLEAR).all(0) for e in exact.mT])
+    x, y = (t - t.mean(0) for t in (exact, read))
+    alike = x.mT @ (y / y.norm(dim=0).clamp_min(1e-300))
+    return alike.masked_fill(~held, -torch.inf).argmax(-1), held.any(-1)

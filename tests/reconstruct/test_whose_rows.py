@@ -1,0 +1,142 @@
+"""Whose rows a kernel reads: other keys of the same head, others' past an end; and which columns of
+O have weights of their own.
+"""
+
+import pytest
+import torch
+
+from halfulp.algorithms import golden
+from halfulp.calls import Result
+from halfulp.recipes import BF16_FLASH2
+from halfulp.reconstruct import panel
+from halfulp.reconstruct.call_asked import holds
+from halfulp.reconstruct.emulating import Emulator, Model
+from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.others_read import reads_others
+from halfulp.reconstruct.result_read import result_read
+from halfulp.reconstruct.weight_ratios import Read
+from halfulp.reconstruct.weights_read import compared
+
+TRIALS = {t.name: t for r in (False, True) for t in panel.panel(torch.bfloat16, rarer=r)}
+STOCK = Model.of(BF16_FLASH2)
+
+
+def pages_of_32_as_of_16(n):
+    j = torch.arange(n)
+    return ((j // 16).clamp_max((n - 1) // 32) * 32 + j % 16).clamp_max(n - 1)
+
+
+def half_as_far(n):
+    j = torch.arange(n)
+    return j // 64 * 32 + j % 64
+
+
+def read_at(trial, keys, *, values_alone):
+    """Weights, by the keys that V is read from, where each key is read at another's place."""
+    scores = scores_of(trial.call)
+    weights = (scores if values_alone else scores[..., keys]).softmax(-1)
+    return torch.zeros_like(weights).index_add_(-1, keys, weights)
+
+
+@pytest.mark.parametrize("name", ["plain", "decode"])
+@pytest.mark.parametrize("keys", [pages_of_32_as_of_16, half_as_far])
+def test_keys_that_are_read_more_than_once_are_told_from_lost_ones(name, keys):
+    trial = TRIALS[name]
+    read = compared(trial, read_at(trial, keys(trial.call.key.shape[2]), values_alone=False))
+    assert read.cause == "other-data", read.text
+    assert "are read in their place" in read.text
+
+
+@pytest.mark.parametrize("keys", [pages_of_32_as_of_16, half_as_far])
+def test_values_that_are_read_elsewhere_are_told_from_lost_keys(keys):
+    trial = TRIALS["plain"]
+    read = compared(trial, read_at(trial, keys(192), values_alone=True))
+    assert read.cause == "other-data", read.text
+    assert "V of keys" in read.text
+
+
+def test_keys_whose_values_alone_are_lost_have_no_other_in_their_place():
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call)) * (torch.arange(192) % 32 < 16)
+    assert compared(trial, weights).cause == "key-tail"
+
+
+@pytest.mark.parametrize(("whose", "own"), [("rows", True), ("features", False)])
+def test_rows_of_dv_that_are_those_of_other_keys_say_so_of_ds(whose, own):
+    trial = TRIALS["plain"]
+
+    def run(asked):
+        result = golden(asked.call, asked.grad_out)
+        names = ("out", "lse", "grad_query", "grad_key", "grad_value")
+        return Result(*(getattr(result, name).bfloat16() for name in names))
+
+    said = [Read(f"{whose} 16-31 are those of 32-47", "layout")]
+    read = result_read(Emulator({trial: run(trial)}, run), STOCK, trial, "grad_query", said)
+    assert read is not None
+    assert (read.cause == "layout") == own, read.text
+
+
+def of_warps(call, change):
+    """Weights that each 32 columns have of their own: of their features, or with another fault."""
+    scores, parts = scores_of(call), []
+    for first in range(0, call.query.shape[3], 32):
+        some = slice(first, first + 32)
+        if change == "features":
+            scores = call.query[..., some].double() @ call.key[..., some].double().mT * call.scale
+        weights = scores.softmax(-1)
+        if change == "tail" and first:
+            weights = weights * (torch.arange(weights.shape[-1]) < 128)
+        parts.append((some, weights))
+    return parts
+
+
+@pytest.mark.parametrize("tensor", ["out", "grad_value"])
+@pytest.mark.parametrize(("change", "causes"), [("features", ("ragged", "ragged")),
+                                                ("tail", ("key-tail", "grad-tail"))])  # fmt: skip
+def test_columns_that_have_weights_of_their_own_say_which(tensor, change, causes):
+    def run(trial):
+        result = golden(trial.call, trial.grad_out)
+        out, dv = result.out.clone(), result.grad_value.clone()
+        for some, weights in of_warps(trial.call, change):
+            if tensor == "out":
+                out[..., some] = weights @ trial.call.value[..., some].double()
+            else:
+                dv[..., some] = weights.mT @ trial.grad_out[..., some].double()
+        return Result(*(x.bfloat16() for x in (
+            out, result.lse, result.grad_query, result.grad_key, dv)))  # fmt: skip
+
+    trial = TRIALS["plain"]
+    read = result_read(Emulator({trial: run(trial)}, run), STOCK, trial, tensor)
+    assert read is not None
+    assert read.cause == causes[tensor != "out"], read.text
+    assert ("columns 32-63 of 64" in read.text) or change == "features"
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_sequence_alone_is_asked_with_another_behind_it(others):
+    """Keys past the end are the next sequence's first, which alone are a sequence's own."""
+
+    def run(trial):
+        call = trial.call
+        key, value = (torch.cat([x, (x.roll(-1, 0) if others else x)[:, :, :40]], 2)
+                      for x in (call.key, call.value))  # fmt: skip
+        scores = call.query.double() @ key.double().mT * call.scale
+        return Result((scores.softmax(-1) @ value.double()).to(call.query.dtype))
+
+    trial = TRIALS["ragged"]
+    observed = Observed.of(run(trial).out, golden(trial.call, trial.grad_out).out)
+    assert (reads_others(run, trial, "out", observed) is not None) == others
+
+
+@pytest.mark.parametrize("of_groups", [True, False])
+def test_calls_that_are_grouped_are_asked_without_groups(of_groups):
+    def run(trial):
+        call = trial.call
+        result = golden(call, trial.grad_out)
+        wrong = call.groups > 1 if of_groups else call.key.shape[2] % 48 > call.query.shape[2] % 48
+        return Result((2 * result.out if wrong else result.out).to(call.query.dtype))
+
+    emulator = Emulator({TRIALS[n]: run(TRIALS[n]) for n in ("grouped", "decode")}, run)
+    some = frozenset({"grouped", "decode"})
+    assert holds(emulator, STOCK, "calls grouped alone", some) == of_groups
