@@ -100,7 +100,7 @@ def _trial(run: Run, some: OperationCalls, failing: tuple[str, ...] | None) -> T
     exact = {name: truth[name].double() for name in kernel}
     operation = some.operation
     floor, stock = (computed(some, base, ()) for base in (operation.floor, operation.stock))
-    _without_consequences(some, kernel, exact)
+    spared = _without_consequences(some, kernel, exact)
     errors = {name: power(x, exact[name], exact[name]) for name, x in kernel.items()}
     made = {n: power(floor[n].double(), exact[n], exact[n]) for n in kernel}
     other = {n: power(stock[n].double(), exact[n], exact[n]) for n in kernel}
@@ -116,15 +116,16 @@ def _trial(run: Run, some: OperationCalls, failing: tuple[str, ...] | None) -> T
         failing = tuple(sorted(off, key=lambda n: -errors[n] / max(square(exact[n]), 1e-300)))
     else:
         failing = tuple(n for n in failing if errors.get(n, 0.0) > 0)
-    return Trial(some, kernel, exact, errors, made, failing)
+    return Trial(some, kernel, exact, errors, made, failing, spared)
 
 
-def _without_consequences(calls: OperationCalls, kernel: Tensors, exact: Tensors) -> None:
+def _without_consequences(calls: OperationCalls, kernel: Tensors, exact: Tensors) -> Tensors:
     """Takes rows of numbers for right where another result of the same row is none: what is chosen
-    among NaN tells nothing.
+    among NaN tells nothing. Which these are, by result.
     """
     shapes, independent = calls.operation.shapes_of_results, calls.operation.independent
     broken: dict[str, Tensor] = {}  # by symbol, of each call the rows without a number
+    spared: Tensors = {}
     whole = []
     for name, x in kernel.items():
         symbol, none = shapes[name].split()[0], ~x.isfinite() & exact[name].isfinite()
@@ -136,7 +137,9 @@ def _without_consequences(calls: OperationCalls, kernel: Tensors, exact: Tensors
     for name, symbol in whole:
         if symbol in broken:
             x, rows = kernel[name], broken[symbol]
-            kernel[name] = torch.where(rows.view(*rows.shape, *(1,) * (x.ndim - 2)), exact[name], x)
+            spared[name] = rows.view(*rows.shape, *(1,) * (x.ndim - 2))
+            kernel[name] = torch.where(spared[name], exact[name], x)
+    return spared
 
 
 def _small(calls: OperationCalls, longest: int) -> OperationCalls | None:

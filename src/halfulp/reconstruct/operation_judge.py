@@ -16,6 +16,7 @@ from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_numbers import further_ways
 from halfulp.reconstruct.operation_operands import filled_up, operand_ways
+from halfulp.reconstruct.operation_options import option_ways
 from halfulp.reconstruct.operation_others import Others
 from halfulp.reconstruct.operation_places import place
 from halfulp.reconstruct.operation_read import function_ways, read_ways
@@ -32,7 +33,6 @@ from halfulp.reconstruct.operation_ways import (
     RESULT,
     Natural,
     Way,
-    option_ways,
     rare_ways,
     shapes_of_steps,
     ways,
@@ -144,7 +144,8 @@ class Judge:
         otherwise = any(w.cause in OTHERWISE for w in chosen)
         most = EXPLAINS * (1 - start)
         if otherwise:
-            most = min(most, max(min(LEFT, self.trial.near), 4 * self.trial.of_rounding))
+            near = LEFT if chosen[0].sketched else min(LEFT, self.trial.near)
+            most = min(most, max(near, 4 * self.trial.of_rounding))
             least = MOSTLY if len(chosen) > 1 else PREDICTS  # two come near by chance
         if any(w.cause.startswith("block") for w in chosen):
             most = min(most, LEAVE)
@@ -152,11 +153,7 @@ class Judge:
             return False
         if held.predicts(base, chosen) < least:
             return False
-        return not otherwise or (
-            held.harm(base, chosen) <= OFTEN
-            and held.telling(base, chosen)
-            and held.follows(base, chosen) >= MOSTLY
-        )
+        return not otherwise or self._is_own(base, chosen)
 
     def _alone_enough(self, base: Rounding, way: Way) -> bool:
         """Whether one way is all that is wrong: it explains the other calls that fail as well."""
@@ -294,11 +291,11 @@ class Judge:
         stages = (
             *((of, block_mistakes(calls, of), Natural.COMMON) for of in bases),
             (base, rewritten_ways(calls), Natural.FORMULA),
-            (base, read_ways(self.trial, base), Natural.FORMULA),
+            (base, read_ways(self.trial, base, self.others), Natural.FORMULA),
             *((of, further_ways(self.trial, of, part), Natural.NUMBER) for of, part in numbers),
             (base, rare_ways(calls), Natural.RARE),
             (base, filled_up(calls), Natural.RARE),
-            (base, function_ways(self.trial, base), Natural.RARE),
+            (base, function_ways(self.trial, base, self.others), Natural.RARE),
         )
         for of, rarer, natural in stages:
             if not self._sure(more):
@@ -319,8 +316,18 @@ class Judge:
 
     def _foretells(self, base: Rounding, way: Way) -> bool:
         """Whether a way that explains this call explains the others as well."""
-        fits = self.held.fit(base, (way,)) >= WRONG
-        return fits and self.held.predicts(base, (way,)) >= PREDICTS
+        held = self.held
+        fits = held.fit(base, (way,)) >= WRONG and held.predicts(base, (way,)) >= PREDICTS
+        return fits and (way.cause not in OTHERWISE or self._is_own(base, (way,)))
+
+    def _is_own(self, base: Rounding, chosen: tuple[Way, ...]) -> bool:
+        """Whether what is no rounding may be the kernel's own function by the other calls."""
+        held = self.held
+        return (
+            held.harm(base, chosen) <= OFTEN
+            and held.telling(base, chosen)
+            and held.follows(base, chosen) >= MOSTLY
+        )
 
     def _in_read(self, found: list[_Tried]) -> list[_Tried]:
         """Ways in the regions that results show for each, those first that would explain most."""

@@ -117,12 +117,23 @@ def fitting(symbol: str, here: Tensor, clean: Tensor) -> list[Region]:
             of = f"{low} to {high}" if low < high else f"{low}"
             rule = partial(_of_every, block, low, high)
             every.append(Region(f"where {symbol} modulo {block} is {of}", symbol, rule))
+    places = here.nonzero()[:, 0]
+    if len(places):
+        first, last = int(places[0]), int(places[-1])
+        start, end = partial(_between, first, length), partial(_between, 0, last)
+        every.append(Region(f"from {first} along {symbol} on", symbol, start))
+        every.append(Region(f"up to {last} along {symbol}", symbol, end))
     rules = [(region, region.rule(length)) for region in every]
     return [r for r, held in rules if bool(held[here].all()) and not bool(held[clean].any())]
 
 
 def _of_every(block: int, low: int, high: int, n: int) -> Tensor:
     place = torch.arange(n) % block
+    return (place >= low) & (place <= high)
+
+
+def _between(low: int, high: int, n: int) -> Tensor:
+    place = torch.arange(n)
     return (place >= low) & (place <= high)
 
 
@@ -261,7 +272,7 @@ def rare_values(values: Tensor | None) -> Iterator[Mistake]:
     for least in _BELOW:
         few = values is not None and float((values.abs() < least).double().mean()) < _LOST
         if not few and (values is None or bool(values.any())):
-            alter = partial(_flushed, least)
+            alter = partial(flushed, least)
             yield Mistake("limited", f"is 0 where it is below {least:.2g}", alter)
     largest = float(values.abs().amax()) if values is not None and values.numel() else 0.0
     for most in CAPS:
@@ -273,6 +284,7 @@ def rare_values(values: Tensor | None) -> Iterator[Mistake]:
             alter = partial(_within, most)
             yield Mistake("limited", f"is left out where it is {most:g} or above", alter)
             yield Mistake("limited", f"is taken modulo {most:g}", partial(torch.fmod, other=most))
+    yield Mistake("term-missing", "has lost its sign", torch.abs)
     yield Mistake("factor", "is the inverse of what it should be", torch.reciprocal)
     yield Mistake("factor", "is the square of what it should be", torch.square)
     yield Mistake("factor", "is the root of what it should be", torch.sqrt)
@@ -286,7 +298,8 @@ def _within(most: float, x: Tensor) -> Tensor:
     return torch.where(x.abs() < most, x, 0.0)
 
 
-def _flushed(least: float, x: Tensor) -> Tensor:
+def flushed(least: float, x: Tensor) -> Tensor:
+    """Zeros in place of what is smaller."""
     return torch.where(x.abs() < least, 0.0, x)
 
 
@@ -339,6 +352,8 @@ def rare_shifts() -> Iterator[AlongMistake]:
                            partial(_shifted, by=by, repeats=True))  # fmt: skip
     for block in (2, 8, 16, 32):
         yield AlongMistake("neighbor", f"is that of {block} before", partial(_turned, by=block))
+    for at, which in ((0, "first"), (-1, "last")):
+        yield AlongMistake("factor", f"counts twice at the {which}", partial(_twice, at=at))
     yield AlongMistake("neighbor", "is the first's", partial(_of_one, at=0))
     yield AlongMistake("neighbor", "is the last's", partial(_of_one, at=-1))
     for block in (2, 4, 16, 32):
@@ -415,6 +430,12 @@ def _shifted(x: Tensor, dim: int, by: int, repeats: bool = False) -> Tensor:
 
 def _of_one(x: Tensor, dim: int, at: int) -> Tensor:
     return x.select(dim, at).unsqueeze(dim).expand_as(x).contiguous()
+
+
+def _twice(x: Tensor, dim: int, at: int) -> Tensor:
+    times = torch.ones(x.shape[dim])
+    times[at] = 2
+    return x * times.view(-1, *(1,) * (x.ndim - dim - 1))
 
 
 def _gathered(x: Tensor, dim: int, last: bool = False) -> Tensor:

@@ -38,6 +38,7 @@ NAMES = 6  # numbers of meaning that one may be, at most
 NOTHING = 1e-3  # and one that is nearer to 0 leaves out
 QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # of a step, between which its limit is looked for
 ALONG = 0.05  # square of the cosine to an error, below which no number of a way is looked for
+SECANTS = 8  # to a number, which near 0 needs more of them
 FURTHER = 0.3  # share that one of these must explain for that
 
 Make = Callable[..., Way]  # of a number, and how that is told
@@ -292,6 +293,8 @@ def _meant(calls: OperationCalls) -> dict[str, float]:
                 found |= {f"(1 − {name})": 1 - n, f"1 / (1 − {name})": 1 / (1 - n)}
             if n > 1:
                 found |= {f"{name} / ({name} − 1)": n / (n - 1)}
+            if n > 2:  # of a base of angles whose context is so many times as long
+                found |= {f"{k}^({name} / ({name} − 2))": k ** (n / (n - 2)) for k in (2, 4, 8)}
                 found |= {f"({name} − 1) / {name}": (n - 1) / n}
     powers = {
         f"(1 − {b}^{n})": 1 - float(x) ** k
@@ -320,7 +323,7 @@ def _fitted(trial: Trial, base: Rounding, make: Make, nothing: float, step: floa
     nothing; none where that stays the best. Before it those of a number near it that has a meaning.
     """
     start, found, at = trial.emulated(base, ()), nothing, nothing + step
-    for attempt in range(5):
+    for attempt in range(SECANTS):
         moved = trial.emulated(base, (make(at),))
         if start is None or moved is None:
             return
@@ -336,7 +339,7 @@ def _fitted(trial: Trial, base: Rounding, make: Make, nothing: float, step: floa
         spread = left.square().mean() / slopes.square().sum().clamp_min(1e-300)
         off = abs(at - nothing) * float(spread) ** 0.5
         found, last = nothing + by * (at - nothing), found
-        if not abs(found) < 1e6 or abs(found - last) < 2e-3 * step:
+        if not abs(found) < 1e6 or abs(found - last) < 2e-3 * min(step, abs(found)):
             break
         at = found if abs(found - nothing) > 0.02 * step else nothing + step
     if CLOSER * FACTOR * step / BY < abs(found - nothing) < 1e6:

@@ -38,12 +38,14 @@ def _maxima(calls: OperationCalls) -> Iterator[Way]:
             if own.shape[-1:] != (1,) or not torch.equal(own, x.amax(-1, keepdim=True)):
                 continue
             length, of = x.shape[-1], partial(_maximum_of, name, source)
-            for block in (*BLOCKS, 128):
+            for block in (1, *BLOCKS, 128):
                 whole = length // block * block
                 if block < length:
-                    text = f"{said(name)} is that of the first {block} of {length}"
+                    these = f"the first {block} of" if block > 1 else "the first of"
+                    text = f"{said(name)} is that of {these} {length}"
                     yield Way("maximum", text, of_calls=partial(of, slice(block)))
-                    text = f"{said(name)} is that of the last block of {block} of {length}"
+                    these = f"block of {block} of" if block > 1 else "of"
+                    text = f"{said(name)} is that of the last {these} {length}"
                     last = slice((length - 1) // block * block, None)
                     yield Way("maximum", text, of_calls=partial(of, last))
                 if 0 < whole < length:

@@ -19,6 +19,7 @@ PROVES = 0.5  # share of a call's error from which on a way explains it
 BESIDE = 0.2  # share of another call's error that may be left, as by another rounding
 ALIKE = 3  # ways that give the same are told, at most
 EQUAL = 1e-3  # share, at most, by which they differ
+TRIED = 32  # ways, those that explain most, that are looked at in some calls alone
 CALLS = 3  # that are right, by which those that are not finite are told from all
 
 
@@ -63,7 +64,9 @@ class Others:
             if t.failing and t.relative >= least and sizes_of(t.calls) == sizes and t.knows(chosen)
         ]
         left = [(1 - self._share(t, base, chosen), t) for t in others]
-        close = [rest <= max(min(BESIDE, t.near), 4 * t.of_rounding) for rest, t in left]
+        sketched = any(way.sketched for way in chosen)
+        most = [BESIDE if sketched else min(BESIDE, t.near) for _, t in left]
+        close = [rest <= max(m, 4 * t.of_rounding) for m, (rest, t) in zip(most, left, strict=True)]
         return sum(close) / len(close) if close else 1.0
 
     def harm(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
@@ -91,12 +94,20 @@ class Others:
     ) -> list[tuple[Rounding, float, Way]]:
         """Ways that explain this call, in the calls alone whose sizes or options those which fail
         share and no other has: a kernel has other code for them. Limits are fitted to a call, and
-        where few calls are left to tell, rows that are alike have any.
+        where few calls are left to tell, rows that are alike have any. A call that is right, and
+        stays so, may be of either kind, for a way that explains every call which fails.
         """
         ways = (one for one in found if one[2].only is None and one[2].cause != "limited")
         whole = [one for one in ways if one[1] >= least]
-        only = only_in(self.beside, self.trials) if whole else None
-        return [(of, share, replace(way, only=only)) for of, share, way in whole] if only else []
+        made = []
+        for of, share, way in sorted(whole, key=lambda one: -one[1])[:TRIED]:
+            only, every = only_in(self.beside, self.trials), (of, (way,))
+            if only is None and min(self.follows(*every), self.predicts(*every)) > 1 - SLIGHT:
+                apart = [t for t in self.trials if t.failing or t.spoilt(*every)]
+                only = only_in(self.beside, apart)
+            if only is not None:
+                made.append((of, share, replace(way, only=only)))
+        return made
 
     def alike(
         self, base: Rounding, way: Way, found: Sequence[tuple[Rounding, float, Way]]

@@ -9,7 +9,7 @@ at once, and say of which function the kernel is before any is tried.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from halfulp.formats import Format
 from halfulp.operations import OperationCalls, Rounding
-from halfulp.reconstruct.operation_mistakes import cut, rounded
+from halfulp.reconstruct.operation_mistakes import cut, flushed, rounded
 from halfulp.reconstruct.operation_numbers import numbered, times, values_of, with_constant
 from halfulp.reconstruct.operation_trials import Trial
 from halfulp.reconstruct.operation_ways import OPERAND, RESULT, Way, said, shapes_of_steps
@@ -32,10 +32,12 @@ BEGINS = 0.8  # share of an error from which on it begins at a step
 SPREAD = 0.05  # of logarithms, below which numbers are too alike to tell a power
 STRAIGHT = 0.99  # of the variance of logarithms, that another step has to explain
 OTHER = 0.04  # a power that is nearer to 1 is none
+POOLED = 6  # other calls that are read with one
 POINTS = 16  # numbers that tell of which function a step is another
 CURVE = 256  # points of a curve at most
 FORETOLD = 0.1  # share of its squared distance from 1 by which half of one may miss the other
 SLIGHTLY = 0.02  # up to which another function is an approximation
+GONE = 0.05  # of what it should be, below which a number is lost
 LARGE = 0.3  # of the largest change, from which on a number is at a limit
 
 
@@ -50,9 +52,9 @@ class Read:
     share: float  # of the error that these numbers explain
 
 
-def read_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
+def read_ways(trial: Trial, base: Rounding, others: Sequence[Trial] = ()) -> Iterator[Way]:
     """What the numbers that are read off say, of the step that explains most first, and of results
-    themselves.
+    themselves; of these other calls' as well.
     """
     written = [n for n in trial.failing if not n.startswith("grad_")]
     results = [
@@ -63,37 +65,92 @@ def read_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
     for read in (*steps_read(trial, base), *results):
         for relation in _RELATIONS:
             yield from relation(trial, read)
+    for name in written:
+        yield from _lost(name, (trial, *_also_wrong(trial, others)))
 
 
-def function_ways(trial: Trial, base: Rounding) -> Iterator[Way]:
-    """A step that is another function of its exact value, or of its mantissa, as approximations
-    are: read off a call's numbers, every second of which foretells those between.
+def _also_wrong(trial: Trial, others: Sequence[Trial]) -> list[Trial]:
+    """Other calls of which as much fails, with numbers throughout."""
+    return [t for t in others if {*t.failing} >= {*trial.failing} and not t.nonfinite][:POOLED]
+
+
+def _lost(result: str, trials: Sequence[Trial]) -> Iterator[Way]:
+    """Elements of a result that are 0 where they, or a step that has as many, are below a size on
+    all of these calls.
     """
-    for read in steps_read(trial, base, 1.0):
-        here = (read.shown > 0) & (read.own != 0) & read.found.isfinite()
-        own, found, weight = (
-            read.own[here],
-            read.found[here],
-            read.shown[here] * read.own[here] ** 2,
-        )
-        if own.numel() < POINTS:
+    gaps: dict[str, list[float]] = {}
+    for t in trials:
+        due, found = t.exact[result][0], t.kernel[result][0]
+        gone = (found.abs() <= GONE * due.abs()) & (due != 0)
+        for name, values in ({RESULT + result: due} | values_of(t.calls)).items():
+            gap = gaps.setdefault(name, [0.0, math.inf])
+            if values.shape == due.shape and bool((due != 0).any()):
+                size = values.double().abs()
+                gap[0] = max(gap[0], float(size[gone].max()) if bool(gone.any()) else 0.0)
+                kept = size[~gone & (due != 0)]
+                gap[1] = min(gap[1], float(kept.min()) if kept.numel() else math.inf)
+    for name, (most, least) in gaps.items():
+        if 0 < most < least < math.inf:
+            limit = next(x for x in _round_numbers(most, least) if most < x <= least)
+            text = f"{said(name)} is 0 where it is below {limit:.3g}"
+            yield Way("limited", text, {name: partial(flushed, limit)})
+
+
+def _round_numbers(most: float, least: float) -> Iterator[float]:
+    """Numbers between two as an author may have written them; the larger one where none is."""
+    for base in (10.0, 2.0, math.e):
+        yield base ** math.floor(math.log(least, base))
+    yield from (float(f"{(most * least) ** 0.5:.{digits}g}") for digits in (1, 2))
+    yield least
+
+
+def function_ways(trial: Trial, base: Rounding, others: Sequence[Trial] = ()) -> Iterator[Way]:
+    """A step that is another function of its exact value, or of its mantissa, as approximations
+    are: read off a call's numbers, every second of which foretells those between. Other calls'
+    are read with it, since one may hold few numbers.
+    """
+    asked = _also_wrong(trial, others)
+    results = [n for n in trial.failing if not n.startswith("grad_")] or list(trial.failing)
+    for first in steps_read(trial, base, 1.0):
+        more = (_read(t, base, first.name, results) for t in asked)
+        reads = [first, *(read for read in more if read is not None and read.share > BEGINS)]
+        # of a row that is normalized each call's numbers are known but for a factor
+        most = max(reads, key=lambda read: torch.unique(read.own).numel())
+        some = ([first], [most] if most is not first else [], reads if len(reads) > 1 else [])
+        for every in some:
+            if every:
+                points = (torch.cat(x) for x in zip(*map(_shown, every), strict=True))
+                yield from _curves(first.name, *points)
+
+
+def _curves(name: str, own: Tensor, found: Tensor, weight: Tensor) -> Iterator[Way]:
+    """A step that is such a function."""
+    if own.numel() < POINTS:
+        return
+    for of, key in (_KEYS if bool((own * own[0] > 0).all()) else _SIGNED).items():
+        at, ratio, due = _curve(key(own), found / own, weight)
+        even = _between(at[::2], ratio[::2], at[1::2])
+        left = (due[1::2] * (even - ratio[1::2]).square()).sum()
+        if float(left) > FORETOLD * float((due[1::2] * (ratio[1::2] - 1).square()).sum()):
             continue
-        for of, key in (_KEYS if bool((own * own[0] > 0).all()) else _SIGNED).items():
-            at, ratio, due = _curve(key(own), found / own, weight)
-            even = _between(at[::2], ratio[::2], at[1::2])
-            left = (due[1::2] * (even - ratio[1::2]).square()).sum()
-            if float(left) > FORETOLD * float((due[1::2] * (ratio[1::2] - 1).square()).sum()):
-                continue
-            least, most = float(ratio.min()), float(ratio.max())
-            slight = max(1 - least, most - 1) < SLIGHTLY
-            told = (
-                f"off by up to {100 * max(1 - least, most - 1):.2g} %"
-                if slight
-                else f"{least:.3g} to {most:.3g} times what it should be"
-            )
-            text = f"{said(read.name)} is another function of its {of}: {told}"
-            alter = partial(_as_curve, key, at, ratio)
-            yield Way("coarser" if slight else "term-missing", text, {read.name: alter})
+        least, most = float(ratio.min()), float(ratio.max())
+        slight = max(1 - least, most - 1) < SLIGHTLY
+        told = (
+            f"off by up to {100 * max(1 - least, most - 1):.2g} %"
+            if slight
+            else f"{least:.3g} to {most:.3g} times what it should be"
+        )
+        text = f"{said(name)} is another function of its {of}: {told}"
+        alter = partial(_as_curve, key, at, ratio)
+        yield Way("coarser" if slight else "term-missing", text, {name: alter}, sketched=True)
+
+
+def _shown(read: Read) -> tuple[Tensor, Tensor, Tensor]:
+    """The numbers that are shown, as they should be and as they are, and by how much they are."""
+    here = (read.shown > 0) & (read.own != 0) & read.found.isfinite()
+    own, found = read.own[here], read.found[here]
+    weight = read.shown[here] * own**2
+    return own, found, weight / weight.sum().clamp_min(1e-300)
 
 
 def _of_mantissa(x: Tensor) -> Tensor:
@@ -107,12 +164,16 @@ _SIGNED: dict[str, Callable[[Tensor], Tensor]] = {"value": lambda x: x}
 
 
 def _curve(key: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Points of a curve in order, means of neighbors where there are many, and their weights."""
-    order = key.argsort()
-    parts = [x[order].tensor_split(min(len(order), CURVE)) for x in (key, value, weight)]
-    due = torch.stack([w.sum() for w in parts[2]])
-    means = [torch.stack([(w * x).sum() / w.sum() for x, w in zip(p, parts[2], strict=True)])
-             for p in parts[:2]]  # fmt: skip
+    """Points of a curve in order, means of neighbors where there are many between the first and the
+    last, and their weights.
+    """
+    parts = list(key.argsort().tensor_split(min(len(key), CURVE)))
+    parts = [(key == key.min()).nonzero()[:, 0], *parts, (key == key.max()).nonzero()[:, 0]]
+    due = torch.stack([weight[at].sum() for at in parts])
+    means = [
+        torch.stack([(weight[at] * x[at]).sum() for at in parts]) / due.clamp_min(1e-300)
+        for x in (key, value)
+    ]
     return *means, due  # type: ignore[return-value]
 
 
@@ -174,9 +235,11 @@ def _read(trial: Trial, base: Rounding, name: str, of: list[str]) -> Read | None
     if not own.isfinite().all() or not own.any():  # zeros carry a gradient alone
         return None
     size = float(own.square().mean().sqrt()) or 1.0
+    # up and down by chance: a row that is normalized does not see that all of it has grown
+    signs = torch.randint(2, own.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     value, best = own, (0.0, own, own * 0)
     for _ in range(TURNS):
-        by = BY * torch.where(value == 0, size, value)
+        by = BY * signs * torch.where(value == 0, size, value)
         start, moved = (trial.emulated(base, (_put(name, x),)) for x in (value, value + by))
         if start is None or moved is None:
             return None

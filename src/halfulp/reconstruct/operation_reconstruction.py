@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
-from halfulp.operations import sizes_of
+import torch
+
+from halfulp.operations import STOCHASTIC, sizes_of
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.found import FoundWay
 from halfulp.reconstruct.operation_called import Failure, panel, trial
@@ -28,6 +30,7 @@ from halfulp.reconstruct.operation_trials import Run, Trial
 
 OTHERS = 18  # calls that they are held against: first those of its options, and that fail
 CASES = 2  # that are looked at until one is explained: the third named nothing in 20 searches
+FEW = 64  # numbers of an operand, below which functions are not told apart by them
 SCALED = 0.05  # relative error that scales of others make at least
 
 
@@ -53,6 +56,7 @@ def of_operation(
             bool(t.calls.manner),
             not trials and t.relative < SLIGHT * worst,
             numbers and (bool(t.nonfinite) or t.relative < GROSS),
+            _has_few_numbers(t),
         )
     )
     if wrong and wrong[0].calls.manner and (text := manner_of(run, wrong[0])):
@@ -95,6 +99,17 @@ def of_operation(
     broken = int((first.kernel[name].isfinite() != first.exact[name].isfinite()).sum())
     text = f"{name} is not finite in {broken} elements; on another call {best.text}"
     return best if "not finite" in best.text else replace(best, text=text)
+
+
+def _has_few_numbers(one: Trial) -> bool:
+    """Whether much is alike by chance: operands of a few numbers, or results of zeros; where random
+    numbers are rounded by, many that are equal show them.
+    """
+    if STOCHASTIC in one.calls.operation.stock.steps.values():
+        return False
+    given = one.calls.operands | one.calls.grads
+    few = all(torch.unique(x[0]).numel() < FEW for x in given.values())
+    return few or not all(bool(one.kernel[name].any()) for name in one.failing)
 
 
 def _asked(run: Run, wrong: Sequence[Trial]) -> Reached | None:

@@ -15,16 +15,22 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from halfulp.operations import PLACE, Define, OperationCalls, changed, first_calls
+from halfulp.reconstruct.operation_formulas import (
+    in_words,
+    is_key,
+    is_step,
+    of_one_value,
+    words_of,
+)
 from halfulp.reconstruct.operation_ways import TOLD, Way
 
 _DEEPEST = 4  # functions that call each other
-_LONGEST = 90  # letters of a formula that is told
 _RELATIVES = {
     "exp": ("exp2", "expm1"), "exp2": ("exp",), "log": ("log2", "log1p", "log10"),
     "sqrt": ("rsqrt", ""), "rsqrt": ("reciprocal", "sqrt"), "sigmoid": ("tanh", ""),
@@ -61,6 +67,8 @@ def _of_number(text: str, made: _Made, number: float, told: str = "") -> Way:
 
 def _rewritten(calls: OperationCalls) -> Iterator[tuple[str, str, _Made]]:
     operation = calls.operation
+    numbers = [name for name, value in operation.options.items() if isinstance(value, float)]
+    options = {n: [m for m in numbers if n in numbers and m != n] for n in operation.options}
     told: set[str] = set()
     done: set[FunctionType] = set()
     for define in (operation.define, *operation.eager[:1]):
@@ -68,7 +76,7 @@ def _rewritten(calls: OperationCalls) -> Iterator[tuple[str, str, _Made]]:
         done.update(functions)
         for function in functions:
             names = _names_given(calls, define, function)
-            for cause, text, code in _mutants(function, frozenset(operation.options), names):
+            for cause, text, code in _mutants(function, options, names):
                 if text in told:
                     text += ", at another place"
                 told.add(text)
@@ -152,7 +160,7 @@ def _with(value: Any, function: FunctionType, other: Callable[..., Any], deep: i
 
 
 def _mutants(
-    function: FunctionType, options: frozenset[str], names: dict[str, str]
+    function: FunctionType, options: dict[str, list[str]], names: dict[str, str]
 ) -> Iterator[tuple[str, str, CodeType]]:
     """Causes, words and code of a function with one expression in it otherwise."""
     try:
@@ -166,19 +174,24 @@ def _mutants(
     for one in ast.walk(body):
         if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
             made.setdefault(one.targets[0].id, []).append(one.value)
+        # a loop's count, of which a kernel may have the first number alone
+        elif isinstance(one, ast.For) and isinstance(one.iter, ast.Call) and one.iter.args[1:]:
+            counts = one.target.elts[0] if isinstance(one.target, ast.Tuple) else None
+            if isinstance(counts, ast.Name):
+                made[counts.id] = [one.iter.args[1]]
     alike: dict[tuple[str, int], list[_Edit]] = {}
-    for edit, number in _edits(body, made, names):
+    for edit, number in _edits(body, made, names, options):
         if (code := _edited(tree, function.__name__, edit)) is not None:
             yield edit.cause(options), edit.text, code
         # what is wrong of one formula may be wrong of those like it
-        of = ast.dump(edit.node) if isinstance(edit.node, ast.BinOp) else ""
+        of = ast.dump(edit.node) if isinstance(edit.node, ast.BinOp | ast.Name) else ""
         alike.setdefault((re.sub(r"Constant\(value='.*?'\)", "", of), number), []).append(edit)
     for (of, _), edits in alike.items():
         few = len({id(edit.node) for edit in edits}) == len(edits) > 1
         code = _edited(tree, function.__name__, *edits) if of and few else None
         if code is not None:
             where = ", ".join(dict.fromkeys(edit.where for edit in edits))
-            told = _told(edits[0].new), _told(edits[0].node)
+            told = in_words(edits[0].new), in_words(edits[0].node)
             text = f"{where}: {told[0]} stands in place of {told[1]}, and so in all formulas alike"
             yield edits[0].cause(options), text, code
 
@@ -195,20 +208,23 @@ class _Edit(NamedTuple):
     node: ast.AST
     new: ast.AST
 
-    def cause(self, options: frozenset[str]) -> str:
+    def cause(self, options: Collection[str]) -> str:
         """Its key."""
         if isinstance(self.of, str):
             return self.of
-        return "option" if _words(self.of) & options else "term-missing"
+        return "option" if words_of(self.of) & set(options) else "term-missing"
 
     @property
     def text(self) -> str:
         """In words."""
-        return f"{self.where}: {_told(self.new)} stands in place of {_told(self.node)}"
+        return f"{self.where}: {in_words(self.new)} stands in place of {in_words(self.node)}"
 
 
 def _edits(
-    body: ast.FunctionDef, made: dict[str, list[ast.expr]], names: dict[str, str]
+    body: ast.FunctionDef,
+    made: dict[str, list[ast.expr]],
+    names: dict[str, str],
+    options: dict[str, list[str]],
 ) -> Iterator[tuple[_Edit, int]]:
     """Every edit, and which of those of its expression it is."""
     for statement in ast.walk(body):
@@ -218,7 +234,8 @@ def _edits(
         for parent in ast.walk(statement):
             for field, child in ast.iter_fields(parent):
                 for at, node in enumerate(child if isinstance(child, list) else [child]):
-                    others = *_others(node), *_instead(node, made), *_scaled(parent, node)
+                    others = (*_others(node), *_instead(node, made), *_scaled(parent, node),
+                              *_other_options(node, options))  # fmt: skip
                     for number, (of, new) in enumerate(others):
                         yield _Edit(where, of, parent, field, child, at, node, new), number
 
@@ -233,23 +250,37 @@ def _edited(tree: ast.Module, name: str, *edits: _Edit) -> CodeType | None:
     return code
 
 
-def _words(node: ast.AST) -> set[Any]:
-    """Names and keys in a formula."""
-    return {n.value if isinstance(n, ast.Constant) else n.id for n in ast.walk(node)
-            if isinstance(n, ast.Constant | ast.Name)}  # fmt: skip
-
-
 def _instead(node: Any, made: dict[str, list[ast.expr]]) -> Iterator[_Other]:
     """In place of a name what it is made of: a row before it is centered, a moment before it is
-    updated.
+    updated; of its square, both times.
     """
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+        for part in _made_of(node, made):
+            yield "term-missing", part
+    elif isinstance(node, ast.BinOp) and ast.dump(node.left) == ast.dump(node.right):
+        for part in _made_of(node.left, made):
+            yield "term-missing", ast.BinOp(part, node.op, part)
+
+
+def _made_of(node: ast.expr, made: dict[str, list[ast.expr]]) -> Iterator[ast.expr]:
+    """Names and keys in what a name stands for, and in what these stand for that are its value."""
     values = made.get(node.id, []) if isinstance(node, ast.Name) else []
-    if len(values) != 1 or not isinstance(node.ctx, ast.Load):
+    if len(values) != 1:
         return
     for part in ast.walk(values[0]):
         known = isinstance(part, ast.Name) and part.id in made
-        if known or (isinstance(part, ast.Subscript) and _is_key(part.slice)):
-            yield "term-missing", part  # type: ignore[misc]
+        if known or (isinstance(part, ast.Subscript) and is_key(part.slice)):
+            yield part  # type: ignore[misc]
+    value = values[0]
+    if isinstance(value, ast.Call) and is_step(value) and isinstance(value.args[1], ast.Name):
+        yield from _made_of(value.args[1], made)
+
+
+def _other_options(node: Any, options: dict[str, list[str]]) -> Iterator[_Other]:
+    """One option in place of another, here alone."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        for other in options.get(str(node.slice.value), ()):
+            yield node, ast.Subscript(node.value, ast.Constant(other), node.ctx)
 
 
 def _scaled(parent: ast.AST, node: Any) -> Iterator[_Other]:
@@ -258,12 +289,8 @@ def _scaled(parent: ast.AST, node: Any) -> Iterator[_Other]:
     if isinstance(node, ast.Constant) and isinstance(node.value, float):
         if isinstance(parent, ast.BinOp):
             yield "factor", ast.BinOp(number, ast.Mult(), node)
-    elif (found := _unary(node)) is not None and found[0] in _ELEMENTWISE:
+    elif (found := of_one_value(node)) is not None and found[0] in _ELEMENTWISE:
         yield "factor", found[2](ast.BinOp(number, ast.Mult(), found[1]))
-
-
-def _is_key(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _put(parent: ast.AST, field: str, child: Any, at: int, node: ast.AST) -> None:
@@ -293,14 +320,10 @@ def _where(body: ast.FunctionDef, statement: ast.stmt, given: dict[str, str]) ->
 
 
 def _steps_of(node: ast.AST, given: dict[str, str]) -> list[str]:
-    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and _is_step(n)]
+    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and is_step(n)]
     names = [x.value if isinstance(x, ast.Constant) else given.get(ast.unparse(x), "")
              for x in (call.args[0] for call in calls)]  # fmt: skip
     return list(dict.fromkeys(str(n).lstrip(PLACE) for n in names if n))
-
-
-def _is_step(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Name) and call.func.id == "step" and len(call.args) == 2
 
 
 def _others(node: Any) -> Iterator[_Other]:
@@ -309,7 +332,7 @@ def _others(node: Any) -> Iterator[_Other]:
         yield from _of_sides(node)
         yield from _of_numbers(node)
         yield from _moved_in(node)
-    elif isinstance(node, ast.Call) and not _is_step(node):
+    elif isinstance(node, ast.Call) and not is_step(node):
         yield from _of_call(node)
     elif isinstance(node, ast.Attribute) and node.attr == "values":  # of max along a dimension
         yield from (other for other in _of_call(node.value) if other[0] == "maximum")
@@ -336,7 +359,7 @@ def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
         yield b, a
     if isinstance(op, ast.Sub | ast.Div | ast.Pow):
         yield "exchanged", ast.BinOp(b, op, a)
-    inner = a.args[1] if isinstance(a, ast.Call) and _is_step(a) else a
+    inner = a.args[1] if isinstance(a, ast.Call) and is_step(a) else a
     if isinstance(inner, ast.BinOp):
         p, own, q = inner.left, inner.op, inner.right
         sums, products = ((ast.Add, ast.Sub), (ast.Mult, ast.Div))
@@ -373,7 +396,7 @@ def _is_size(node: ast.expr) -> bool:
 def _moved_in(node: ast.BinOp) -> Iterator[_Other]:
     """f(p) + q as f(p + q), and f(p) · q as f(p · q)."""
     for side, other in (("left", node.right), ("right", node.left)):
-        if (found := _unary(getattr(node, side))) is not None:
+        if (found := of_one_value(getattr(node, side))) is not None:
             name, arg, make = found
             inner = (arg, other) if side == "left" else (other, arg)
             if name in _RELATIVES and name not in _OVER:
@@ -389,7 +412,7 @@ def _moved_in(node: ast.BinOp) -> Iterator[_Other]:
 
 
 def _of_call(node: ast.expr) -> Iterator[_Other]:
-    found = _unary(node)
+    found = of_one_value(node)
     if found is None or not isinstance(node, ast.Call):
         if (
             isinstance(node, ast.Call)
@@ -420,61 +443,3 @@ def _of_call(node: ast.expr) -> Iterator[_Other]:
             if ast.unparse(node.args[0]) == own:
                 rest = [ast.Constant(dim), *node.args[1:]]
                 yield "term-missing", ast.Call(node.func, rest, node.keywords)
-
-
-def _unary(node: ast.expr) -> tuple[str, ast.expr, Callable[..., ast.expr]] | None:
-    """A function of one value, by method or not: its name, the value, and it of another value."""
-    if isinstance(node, ast.Call) and _is_step(node):
-        inner = _unary(node.args[1])
-        if inner is None:
-            return None
-        name, arg, made = inner
-        return name, arg, lambda x, other="": ast.Call(node.func, [node.args[0], made(x, other)],
-                                                       [])  # fmt: skip
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-        return None
-    func = node.func
-    if isinstance(func.value, ast.Name) and func.value.id == "torch":
-        if not node.args:
-            return None
-
-        def of(x: ast.expr, other: str = "") -> ast.expr:
-            attr = ast.Attribute(func.value, other or func.attr, ast.Load())
-            return ast.Call(attr, [x, *node.args[1:]], node.keywords)
-
-        return func.attr, node.args[0], of
-
-    def method(x: ast.expr, other: str = "") -> ast.expr:
-        return ast.Call(ast.Attribute(x, other or func.attr, ast.Load()), node.args, node.keywords)
-
-    return func.attr, func.value, method
-
-
-class _Words(ast.NodeTransformer):
-    """A formula without what programs need: steps, operands by key, where gradients end."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Of a step what it is a step of."""
-        if _is_step(node):
-            return self.visit(node.args[1])  # type: ignore[no-any-return]
-        self.generic_visit(node)
-        func = node.func
-        if isinstance(func, ast.Attribute):
-            if func.attr in ("detach", "double", "to", "expand_as", "expand"):
-                return func.value
-            of_torch = isinstance(func.value, ast.Name) and func.value.id == "torch"
-            args = node.args if of_torch else [func.value, *node.args[:1]]
-            return ast.Call(ast.Name(func.attr), args, [])
-        return node
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        """Of what has a key the key."""
-        self.generic_visit(node)
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
-        return ast.Name(key) if isinstance(key, str) else node
-
-
-def _told(node: ast.AST) -> str:
-    words = _Words().visit(ast.parse(ast.unparse(node), mode="eval"))
-    text = ast.unparse(words)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"

@@ -187,10 +187,22 @@ def _sums_by(
     rows += [
         ("term-missing", f"all but the last {of} are left out", last),
         ("term-missing", f"all but the first {of} are left out", first),
+        *(
+            (
+                "term-missing",
+                f"all but the first {n} {of} are left out",
+                partial(_by_number, partial(_first_of, count=n)),
+            )
+            for n in _RUNS
+        ),
         ("factor", f"{of} are averaged: 1 / count times what it should be", mean),
     ]
     for cause, text, alter in rows:
         yield Way(cause, text, of_calls=partial(_indexed, name, alter))
+
+
+def _first_of(x: Tensor, count: int) -> Tensor:
+    return torch.cat([x[:count], x[count:] * 0])
 
 
 def _indexed(name: str, alter: Callable[..., Tensor], calls: OperationCalls) -> Way:

@@ -50,6 +50,7 @@ class Trial:
     errors: dict[str, float]  # squared, of the kernel
     rounding: dict[str, float]  # squared, of the floor
     failing: tuple[str, ...]
+    spared: Tensors = field(default_factory=dict)  # rows of results that are taken for right
     known: dict[Any, Any] = field(default_factory=dict)  # of the bases, and shares
 
     @property
@@ -108,7 +109,9 @@ class Trial:
         kernel, exact, errors, rounding = (
             {n: x[n] for n in names} for x in (self.kernel, self.exact, self.errors, self.rounding)
         )
-        return Trial(replace(self.calls, grads={}), kernel, exact, errors, rounding, failing)  # type: ignore[arg-type]
+        spared = {n: x for n, x in self.spared.items() if n in names}
+        calls = replace(self.calls, grads={})
+        return Trial(calls, kernel, exact, errors, rounding, failing, spared)  # type: ignore[arg-type]
 
     def like(self, base: Rounding, way: Way) -> float:
         """The square of the cosine between the kernel's errors and a way's, over what fails."""
@@ -311,7 +314,9 @@ class Trial:
         names = self.kernel.keys() & found.keys()
         if any(found[name].shape != self.kernel[name].shape for name in names):
             return None
-        return {name: found[name].double() for name in self.kernel if name in names}
+        made = {name: found[name].double() for name in self.kernel if name in names}
+        return made | {n: torch.where(here, self.exact[n], made[n])
+                       for n, here in self.spared.items() if n in made}  # fmt: skip
 
 
 def moving(name: str) -> Way:

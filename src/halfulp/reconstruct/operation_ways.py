@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from halfulp.operations import (
     sizes_of,
 )
 from halfulp.reconstruct.operation_mistakes import (
+    CAPS,
     AlongMistake,
     Alter,
     Mistake,
@@ -96,6 +96,7 @@ class Way:
     region: Region | None = None  # where alone
     only: Condition | None = None  # and in which calls
     natural: Natural = Natural.COMMON
+    sketched: bool = False  # whether it is nearly right alone between the numbers it was read off
 
     def __str__(self) -> str:
         text = f"{self.text}, {self.region.text}" if self.region is not None else self.text
@@ -106,9 +107,15 @@ class Way:
 
     @property
     def key(self) -> str:
-        """Its cause, of what is left out where no whole block is that of ends."""
-        tail = self.region is not None and self.region.text.startswith("past the last whole")
-        return "end" if tail and "left out" in self.text else self.cause
+        """Its cause: what is left out where no whole block is are ends, and no others are that end
+        in some rows or columns alone.
+        """
+        if self.region is None:
+            return self.cause
+        tail = self.region.text.startswith("past the last whole")
+        if tail and "left out" in self.text:
+            return "end"
+        return "term-missing" if self.cause == "end" and not tail else self.cause
 
     @property
     def may_be_in_part(self) -> bool:
@@ -209,6 +216,33 @@ def rare_ways(calls: OperationCalls) -> Iterator[Way]:
     for spot in (*_spots(calls), *_together(calls)):
         for mistake in (*_rare(spot, own), *spot.along(rare_ends, rare_shifts)):
             yield spot.way(*mistake)
+    yield from _capped_steps(calls)
+
+
+def _capped_steps(calls: OperationCalls) -> Iterator[Way]:
+    """Steps that are capped softly, and their gradients with them."""
+    shapes = shapes_of_steps(calls)
+    for name, x in values_of_steps(calls).items():
+        if f"grad_{name}" in shapes and x.is_floating_point():
+            for most in CAPS:
+                if float(x.abs().amax()) > most / 8:
+                    text = f"{said(name)} and its gradient are those of"
+                    text = f"{text} {most:g} tanh({said(name)} / {most:g}): it is capped softly"
+                    yield Way("limited", text, of_calls=partial(_capped_step, name, most))
+
+
+def _capped_step(name: str, most: float, _: OperationCalls) -> Way:
+    shares: list[Tensor] = []
+
+    def capped(x: Tensor) -> Tensor:
+        shares[:] = [(x / most).tanh()]
+        return most * shares[0]
+
+    def sloped(grad: Tensor) -> Tensor:
+        known = bool(shares) and shares[0].shape == grad.shape
+        return grad * (1 - shares[0].square()) if known else grad
+
+    return Way("", "", {name: capped, f"grad_{name}": sloped})
 
 
 def ways(calls: OperationCalls) -> Iterator[Way]:
@@ -288,12 +322,17 @@ class _Spot:
                 yield cause, along, {n: partial(alter, dim=dim) for n, dim in of.items()}
 
 
+def _symbols(calls: OperationCalls) -> dict[int, str]:
+    """Symbols by length; of two that are as long the first, as mistakes are made along that."""
+    return {size: symbol for symbol, size in reversed(sizes_of(calls).items())}
+
+
 def _spots(calls: OperationCalls) -> list[_Spot]:
     """Results, steps and operands: what a row shares before what each element has, and late before
     early.
     """
     widest = max(x[0].numel() for x in calls.operands.values())
-    symbols = {size: symbol for symbol, size in sizes_of(calls).items()}
+    symbols = _symbols(calls)
     shapes, values, expected = shapes_of_steps(calls), values_of_steps(calls), calls.expected()
     exact = defined(first_calls(calls, 1))
     found = [
@@ -347,7 +386,7 @@ def _low(spot: _Spot) -> str:
 def _together(calls: OperationCalls) -> Iterator[_Spot]:
     """All that is read, and all that is written, along each symbol."""
     sizes, operation = sizes_of(calls), calls.operation
-    symbols = {size: symbol for symbol, size in sizes.items()}
+    symbols = _symbols(calls)
     given = calls.operands | calls.grads
     read = {OPERAND + n: s for n, s in operation.shapes_of_operands.items() if n in given}
     written = {RESULT + n: s for n, s in operation.shapes_of_results.items()}
@@ -428,47 +467,5 @@ def values_of_steps(calls: OperationCalls) -> Tensors:
     return values
 
 
-# of the formats themselves, and as libraries have them
-_SLIGHT = (2.0**-7, 2.0**-10, 2.0**-23, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8, 1e-12)
-
-
-def _swapped(first: str, second: str, calls: OperationCalls) -> Way:
-    given = calls.options
-    return Way("", "", options={first: given[second], second: given[first]})
-
-
-def _other_of(name: str, pair: tuple[str, str], calls: OperationCalls) -> Way:
-    first, second = pair
-    own = calls.options[name]
-    return Way("", "", options={name: {first: second, second: first}.get(own, own)})
-
-
 def _places(x: Tensor) -> Tensor:
     return torch.arange(x.numel()).view(x.shape).to(x.dtype)
-
-
-def option_ways(calls: OperationCalls) -> Iterator[Way]:
-    """Each option as another probe has it, or as it is where nobody gives it."""
-    operation = calls.operation
-    numbers = [n for n, value in calls.options.items() if isinstance(value, float)]
-    for first, second in combinations(numbers, 2):
-        text = f"{first} and {second} are exchanged"
-        yield Way("option", text, of_calls=partial(_swapped, first, second))
-    for name, value in calls.options.items():
-        others = [operation.options[name]] + [p.options.get(name, value) for p in operation.probes]
-        if isinstance(value, float):
-            others += [0.0, float(f"{10 * value:.12g}"), float(torch.tensor(value).bfloat16())]
-            others += _SLIGHT if 0 < value < _SLIGHT[0] else ()
-        if isinstance(value, int) and not isinstance(value, bool):
-            others += [value - 1, value + 1]  # counted from another number
-        tried = {repr(value)}
-        for other in others:
-            if repr(other) not in tried:
-                tried.add(repr(other))
-                text = f"{name} is taken as {other!r} instead of {value!r}"
-                unread = isinstance(other, bool | str) or other in (operation.options[name], 0)
-                natural = Natural.COMMON if unread else Natural.NUMBER
-                yield Way("option", text, options={name: other}, natural=natural)
-                if isinstance(other, str):
-                    text = f"{name} {value!r} and {other!r} are exchanged"
-                    yield Way("option", text, of_calls=partial(_other_of, name, (value, other)))

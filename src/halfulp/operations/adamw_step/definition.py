@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from halfulp.operations.operation_data import (
     Operand,
     Options,
@@ -52,11 +54,39 @@ def define(step: Seam, x: Tensors, o: Options, decoupled: bool = True) -> Tensor
     return {"update": update, "exp_avg": first, "exp_avg_sq": second}
 
 
+def _ahead(step: Seam, x: Tensors, o: Options) -> Tensors:
+    """The mean as NAdam has it, one step on."""
+    keep, part = o["beta1"], (1 - o["beta1"]) / (1 - o["beta1"] ** o["step"])
+
+    def on(name: str, exact: Tensor) -> Tensor:
+        return step(name, keep * exact + part * x["grad"] if name == "_mean" else exact)
+
+    return define(on, x, o)
+
+
+def _of_the_largest(step: Seam, x: Tensors, o: Options) -> Tensors:
+    """The size as AMSGrad has it, which never becomes smaller."""
+    before = (x["exp_avg_sq"] / (1 - o["beta2"] ** o["step"])).sqrt() + o["eps"]
+
+    def held(name: str, exact: Tensor) -> Tensor:
+        return step(name, exact.maximum(before) if name == "_size" else exact)
+
+    return define(held, x, o)
+
+
 RELATED = {
     "weight_decay × param is added to grad, as Adam has it": (
         "option",
         partial(define, decoupled=False),
-    )
+    ),
+    "mean has beta1 × itself and (1 − beta1) × grad in its place, as NAdam has it": (
+        "term-missing",
+        _ahead,
+    ),
+    "size is at least that of exp_avg_sq before the step, as AMSGrad has it": (
+        "limited",
+        _of_the_largest,
+    ),
 }
 
 

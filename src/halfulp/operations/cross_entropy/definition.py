@@ -113,11 +113,30 @@ EAGER = (
 )
 
 
+def _of_the_label(step: Seam, x: Tensors, options: Options) -> Tensors:
+    """A smoothed loss whose uniform part has no gradient."""
+    share, seen = options["label_smoothing"], x["target"] != options["ignore_index"]
+    known: Tensors = {}
+
+    def without(name: str, exact: Tensor) -> Tensor:
+        known[name] = exact
+        if name == "unit_gradient":
+            uniform = share * (known["_probabilities"] - 1 / exact.shape[1])
+            exact = exact - torch.where(seen[:, None], uniform, 0.0) / known.get("_count", 1)
+        return step(name, exact)
+
+    return define(without, x, options)
+
+
 RELATED = {
+    "unit_gradient is (1 − label_smoothing) times the label's, and has no uniform part": (
+        "term-missing",
+        _of_the_label,
+    ),
     "lse stands in place of its square in the z-loss": (
         "term-missing",
         partial(define, squared=False),
-    )
+    ),
 } | {
     f"row_sum is not rescaled where the maximum rises from one block of {block} to another": (
         "term-missing",
