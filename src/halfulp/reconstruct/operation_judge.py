@@ -15,7 +15,7 @@ from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, cod
 from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_numbers import further_ways
-from halfulp.reconstruct.operation_operands import filled_up, operand_ways
+from halfulp.reconstruct.operation_operands import filled_up, operand_ways, overwritten
 from halfulp.reconstruct.operation_others import Others
 from halfulp.reconstruct.operation_places import place
 from halfulp.reconstruct.operation_read import function_ways, read_ways
@@ -131,7 +131,8 @@ class Judge:
         if len(chosen) > 1:
             fits = self.held.fit(base, chosen)
         if not self._holds(base, share, chosen, start):
-            if there := self.held.in_these_calls(found, WHOLLY):
+            there = self.held.in_these_calls(found, WHOLLY)
+            if there := [one for one in there if self._holds(*one[:2], one[2:], start)]:
                 return self._named(there, [], False, start)
             return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
@@ -152,11 +153,7 @@ class Judge:
             return False
         if held.predicts(base, chosen) < least:
             return False
-        return not otherwise or (
-            held.harm(base, chosen) <= OFTEN
-            and held.telling(base, chosen)
-            and held.follows(base, chosen) >= MOSTLY
-        )
+        return not otherwise or self._is_own(base, chosen)
 
     def _alone_enough(self, base: Rounding, way: Way) -> bool:
         """Whether one way is all that is wrong: it explains the other calls that fail as well."""
@@ -304,6 +301,9 @@ class Judge:
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), replace(way, natural=natural)))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
+        if not self._sure(more):
+            others = [(base, *self.trial.best(base, (), way)) for way in overwritten(calls)]
+            more, found = more + others, found + others
         if parts and not self._sure(more):
             more += self._in_read(more)
         if parts and not self._sure(more):
@@ -319,8 +319,18 @@ class Judge:
 
     def _foretells(self, base: Rounding, way: Way) -> bool:
         """Whether a way that explains this call explains the others as well."""
-        fits = self.held.fit(base, (way,)) >= WRONG
-        return fits and self.held.predicts(base, (way,)) >= PREDICTS
+        held = self.held
+        fits = held.fit(base, (way,)) >= WRONG and held.predicts(base, (way,)) >= PREDICTS
+        return fits and (way.cause not in OTHERWISE or self._is_own(base, (way,)))
+
+    def _is_own(self, base: Rounding, chosen: tuple[Way, ...]) -> bool:
+        """Whether what is no rounding may be the kernel's own function by the other calls."""
+        held = self.held
+        return (
+            held.harm(base, chosen) <= OFTEN
+            and held.telling(base, chosen)
+            and held.follows(base, chosen) >= MOSTLY
+        )
 
     def _in_read(self, found: list[_Tried]) -> list[_Tried]:
         """Ways in the regions that results show for each, those first that would explain most."""
@@ -449,11 +459,8 @@ class Judge:
         found = place(self.trial, base, self.others)
         nearest = f"; nearest is: {'; '.join(map(str, chosen))} ({100 * share:.0f} %)"
         text = found.text + (nearest if share > EXPLAINS and found.finite else "")
-        key = "operation-unexplained"
-        if found.told:
-            key = "operation-place"
-        elif found.relative > GROSS:
-            key = "operation-function"
+        other = "operation-function" if found.relative > GROSS else "operation-unexplained"
+        key = "operation-place" if found.told else other
         return FoundWay(key, text, 0.0, 0.0, self._failing)
 
 
