@@ -274,10 +274,10 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
     blocks, found = (blocks_of(t, fmt.block_size or t.shape[-1]) for t in (x, given))
     scales = scales_of(x, blocks.abs().amax(-1, keepdim=True), fmt)
     scales = torch.where(scales == 0, 1.0, scales)
-    due, own = (
-        round_to((blocks / scales).flatten(1), fmt.element).view(blocks.shape),
-        found / scales,
-    )
+    # codes times scales in float32 are no exact products
+    due = round_to((blocks / scales).flatten(1), fmt.element).view(blocks.shape)
+    own = round_to((found / scales).flatten(1), _PRODUCT).view(blocks.shape)
+    found = own * scales
     wrong = (own != due).any(-1)
     powers = {}
     for power in (-3, -2, -1, 1, 2, 3):
@@ -323,6 +323,7 @@ def codes_read(trial: Trial) -> tuple[str, str] | None:
     return "block-codes", text
 
 
+_PRODUCT = Format("e11m12", 11, 12)  # what a product of few bits has of them, less the last
 MOST = 0.8  # share of the blocks that are wrong, from which on scales explain them
 CODED = 0.1  # relative error that codes of three bits may make of a block
 OFTEN = 4  # times that each code is given as the same other one, from which on that is no chance

@@ -15,7 +15,7 @@ from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, cod
 from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_numbers import further_ways
-from halfulp.reconstruct.operation_operands import filled_up, operand_ways
+from halfulp.reconstruct.operation_operands import filled_up, operand_ways, overwritten
 from halfulp.reconstruct.operation_options import option_ways
 from halfulp.reconstruct.operation_others import Others
 from halfulp.reconstruct.operation_places import place
@@ -131,7 +131,8 @@ class Judge:
         if len(chosen) > 1:
             fits = self.held.fit(base, chosen)
         if not self._holds(base, share, chosen, start):
-            if there := self.held.in_these_calls(found, WHOLLY):
+            there = self.held.in_these_calls(found, WHOLLY)
+            if there := [one for one in there if self._holds(*one[:2], one[2:], start)]:
                 return self._named(there, [], False, start)
             return self._of_results(base) or self._unexplained(share, chosen, base)
         text = "; ".join(str(way) for way in chosen)
@@ -301,6 +302,9 @@ class Judge:
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), replace(way, natural=natural)))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
+        if not self._sure(more):
+            others = [(base, *self.trial.best(base, (), way)) for way in overwritten(calls)]
+            more, found = more + others, found + others
         if parts and not self._sure(more):
             more += self._in_read(more)
         if parts and not self._sure(more):
@@ -456,11 +460,8 @@ class Judge:
         found = place(self.trial, base, self.others)
         nearest = f"; nearest is: {'; '.join(map(str, chosen))} ({100 * share:.0f} %)"
         text = found.text + (nearest if share > EXPLAINS and found.finite else "")
-        key = "operation-unexplained"
-        if found.told:
-            key = "operation-place"
-        elif found.relative > GROSS:
-            key = "operation-function"
+        other = "operation-function" if found.relative > GROSS else "operation-unexplained"
+        key = "operation-place" if found.told else other
         return FoundWay(key, text, 0.0, 0.0, self._failing)
 
 

@@ -90,7 +90,7 @@ def regions(symbol: str) -> Iterator[Region]:
     """Parts that kernels treat otherwise: ends, every second, first and last blocks."""
     yield Region(f"where {symbol} is odd", symbol, lambda n: torch.arange(n) % 2 == 1)
     yield Region(f"where {symbol} is even", symbol, lambda n: torch.arange(n) % 2 == 0)
-    for block in (8, 16, 32, 64, 128):
+    for block in (4, 8, 16, 32, 64, 128):
         rule = partial(_past, block)
         yield Region(f"past the last whole {block} along {symbol}", symbol, rule)
     yield Region(f"in the last half along {symbol}", symbol, lambda n: torch.arange(n) >= n // 2)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfulp.operations import OperationCalls, Tensors, sizes_of
 from halfulp.reconstruct.operation_mistakes import BLOCKS, LIMITS, padded
-from halfulp.reconstruct.operation_ways import OPERAND, Way, said, values_of_steps
+from halfulp.reconstruct.operation_ways import OPERAND, Natural, Way, said, values_of_steps
 
 
 def operand_ways(calls: OperationCalls) -> Iterator[Way]:
@@ -78,6 +78,32 @@ def _exchanges(calls: OperationCalls) -> Iterator[Way]:
                 of_results = partial(_exchanged, f"grad_{first}", f"grad_{second}")
                 yield Way("exchanged", f"{first} and {second} are exchanged",
                           operands=exchanged, results=of_results)  # fmt: skip
+
+
+def overwritten(calls: OperationCalls) -> Iterator[Way]:
+    """One value where another should be: what is stored where an operand or a step was, before that
+    is read again, or is not made of it yet.
+    """
+    given = {OPERAND + n: x[0].float() for n, x in calls.operands.items() if x.is_floating_point()}
+    values = given | values_of_steps(calls)
+    order = list(values)
+    for name, own in values.items():
+        for other, value in values.items():
+            alike = other == name or torch.equal(own, value)
+            if own.shape == value.shape and own.numel() > 1 and not alike:
+                later = order.index(other) > order.index(name)
+                text = f"{said(other)} stands where {said(name)} should"
+                of_calls = partial(_stands, name, other)
+                cause = "exchanged" if later else "term-missing"
+                yield Way(cause, text, of_calls=of_calls, natural=Natural.RARE)
+
+
+def _stands(name: str, other: str, calls: OperationCalls) -> Way:
+    given = {OPERAND + n: x[0].float() for n, x in calls.operands.items()}
+    value = (given | values_of_steps(calls)).get(other)
+    if value is None:
+        return Way("", "")
+    return Way("", "", {name: lambda x: value.to(x.dtype) if x.shape == value.shape else x})
 
 
 def _exchanged(first: str, second: str, found: Tensors) -> Tensors:

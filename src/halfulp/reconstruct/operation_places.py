@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -125,11 +126,22 @@ def only_in(one: Trial, others: Sequence[Trial]) -> Condition | None:
                 if own == {True} and other == {False}:
                     text = f"only where {symbol} is {told} of {block}"
                     return Condition(text, partial(_is_whole, symbol, block, whole))
+    # two options, each of which has its value elsewhere too
+    alike = {n: repr(v) for n, v in one.calls.options.items()
+             if all(repr(t.calls.options[n]) == repr(v) for t in wrong)}  # fmt: skip
+    for pair in combinations(alike.items(), 2) if right and len(wrong) > 1 else ():
+        if not any(_has_all(pair, t.calls) for t in right):
+            told = " and ".join(f"{name} is {value}" for name, value in pair)
+            return Condition(f"only where {told}", partial(_has_all, pair))
     return None
 
 
 def _has_option(name: str, values: set[str], calls: OperationCalls) -> bool:
     return repr(calls.options[name]) in values
+
+
+def _has_all(options: tuple[tuple[str, str], ...], calls: OperationCalls) -> bool:
+    return all(repr(calls.options[name]) == value for name, value in options)
 
 
 def _is_between(symbol: str, least: int, most: float, calls: OperationCalls) -> bool:

@@ -43,20 +43,19 @@ class Reached(NamedTuple):
     text: str
 
 
-def reached(run: Run, one: Trial) -> Reached | None:
+def reached(run: Run, one: Trial, signs: bool = False) -> Reached | None:
     """What results hang on that they should not, or do not hang on though they should; None where
-    they hang on what they should, or are not finite, or differ from call to call.
+    they hang on what they should, or are not finite, or differ from call to call. By `signs` alone
+    where scales must not move.
     """
     calls, shapes = one.calls, one.calls.operation.shapes_of_results
     if not all(one.kernel[n].isfinite().all() for n in one.failing):
         return None
     # gradients inherit what is wrong with results
     failing = [n for n in one.failing if not n.startswith("grad_")] or list(one.failing)
-    if scaled := _powers(run, one, failing):
-        return scaled
     told: list[Reached] = []
     # of a block that is quantized every number goes by the largest
-    by_blocks = calls.options.get("format") in BY_NAME
+    by_blocks = signs or calls.options.get("format") in BY_NAME
     for by, (name, symbol) in product(CHANGES[:1] if by_blocks else CHANGES, _changes(calls)):
         for result, own, due, other in _made(run, calls, name, symbol, by, failing):
             # what is a small part of itself hangs on what it should by as little
@@ -67,7 +66,10 @@ def reached(run: Run, one: Trial) -> Reached | None:
                 told += _Map(result, name, symbol, along, *changes, size, part).read()
         if len(told) >= len(failing):
             break
-    return min(told, key=lambda x: _ORDER.index(x.cause), default=None)
+    first = min(told, key=lambda x: _ORDER.index(x.cause), default=None)
+    # where another's data stands results also grow otherwise
+    others = first is not None and first.cause == "neighbor"
+    return first if others else _powers(run, one, failing) or first
 
 
 _ORDER = ("neighbor", "end", "factor", "term-missing")  # what says more before what says less
@@ -91,26 +93,31 @@ def _made(
     """
     given, length = calls.operands | calls.grads, sizes_of(calls)[symbol]
     dim = calls.operation.shapes_of_operands[name].split().index(symbol)
-    every = {n: x[:1].expand(length + 2, *x.shape[1:]).clone() for n, x in given.items()}
-    for index in range(length):  # the last two are as they were
-        every[name][index].select(dim, index).mul_(by)
-    asked, turned = (
-        replace(
+
+    def changed(by: float, order: Tensor) -> OperationCalls:
+        every = {n: x[:1].expand(length + 2, *x.shape[1:]).clone() for n, x in given.items()}
+        for index in range(length):  # the last two are as they were
+            every[name][index].select(dim, index).mul_(by)
+        return replace(
             calls,
             operands={n: x[order] for n, x in every.items() if n in calls.operands},
             grads={n: x[order] for n, x in every.items() if n in calls.grads},
         )
-        for order in (torch.arange(length + 2), torch.arange(length + 2).flip(0))
-    )
-    result, again = run(asked), run(turned)
+
+    order = torch.arange(length + 2)
+    asked = changed(by, order)
+    result, again = run(asked), run(changed(by, order.flip(0)))
     if result is None or again is None:
         return
     made = result.tensors, defined(asked), emulated(asked, calls.operation.stock)
+    # squares do not show that one has lost its sign, and results hang on them all the same
+    more = [defined(changed(other, order)) for other in CHANGES if other != by]
     for of in failing:
         if of in again.tensors and torch.equal(again.tensors[of].flip(0), result.tensors[of]):
-            off = [(x[of][:-1].double() - x[of][-1].double()).abs() for x in made]
+            off = [(x[of][:-1].double() - x[of][-1].double()).abs() for x in (*made, *more)]
             if all(bool(x.isfinite().all()) and not bool(x[-1].any()) for x in off):
-                yield of, *(x[:-1] for x in off)  # type: ignore[misc]
+                own, due, *others = (x[:-1] for x in off)
+                yield of, own, due, torch.stack(others).amax(0)
 
 
 def _by(changes: Tensor, dim: int) -> Tensor:

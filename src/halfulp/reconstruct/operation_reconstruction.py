@@ -25,12 +25,13 @@ from halfulp.reconstruct.operation_others import SLIGHT
 from halfulp.reconstruct.operation_places import manner_of
 from halfulp.reconstruct.operation_random import all_random, random_cause
 from halfulp.reconstruct.operation_reached import Reached, reached
-from halfulp.reconstruct.operation_scales import scales_read
+from halfulp.reconstruct.operation_scales import OF_OTHERS, scales_read
 from halfulp.reconstruct.operation_trials import Run, Trial
 
 OTHERS = 18  # calls that they are held against: first those of its options, and that fail
 CASES = 2  # that are looked at until one is explained: the third named nothing in 20 searches
 FEW = 64  # numbers of an operand, below which functions are not told apart by them
+BEYOND = 1e3  # relative error of what should be nearly 0: much that is not 0 explains it
 SCALED = 0.05  # relative error that scales of others make at least
 
 
@@ -57,6 +58,7 @@ def of_operation(
             not trials and t.relative < SLIGHT * worst,
             numbers and (bool(t.nonfinite) or t.relative < GROSS),
             _has_few_numbers(t),
+            t.relative > BEYOND,
         )
     )
     if wrong and wrong[0].calls.manner and (text := manner_of(run, wrong[0])):
@@ -68,6 +70,10 @@ def of_operation(
     for one in wrong[:CASES]:
         failing = ", ".join(one.failing)
         if one.relative > SCALED and (scales := scales_read(run, one)):
+            # where numbers are another row's their scales are too
+            rows = reached(run, one, signs=True) if OF_OTHERS in scales[1] else None
+            if rows is not None and rows.cause == "neighbor":
+                return FoundWay(*rows, 0.0, 0.0, failing)
             return FoundWay(*scales, 0.0, 0.0, failing)
         if tiny := tiny_factor(one):
             return FoundWay("factor", tiny, 1.0, 0.0, failing)

@@ -368,6 +368,10 @@ def _of_sides(node: ast.BinOp) -> Iterator[_Other]:
             yield p, ast.BinOp(p, own, ast.BinOp(q, op, b))
         elif isinstance(own, products) and isinstance(op, sums):  # p q + b
             yield b, ast.BinOp(ast.BinOp(p, op, b), own, q)
+    match op, b:
+        case ast.Mult(), ast.BinOp(left, (ast.Add() | ast.Sub()) as own, right):  # a (p + q)
+            yield right, ast.BinOp(ast.BinOp(a, op, left), own, right)
+            yield left, ast.BinOp(left, own, ast.BinOp(a, op, right))
 
 
 def _of_numbers(node: ast.BinOp) -> Iterator[_Other]:
@@ -414,11 +418,7 @@ def _moved_in(node: ast.BinOp) -> Iterator[_Other]:
 def _of_call(node: ast.expr) -> Iterator[_Other]:
     found = of_one_value(node)
     if found is None or not isinstance(node, ast.Call):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "where"
-        ):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "where":
             yield "term-missing", node.args[1]
         return
     name, arg, make = found

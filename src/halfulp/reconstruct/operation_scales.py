@@ -194,6 +194,7 @@ def _by_value(e: Tensor, s: Tensor) -> str:
     return "taken for other numbers: " + ", ".join(f"{a} for {b}" for a, b in few)
 
 
+OF_OTHERS = "are those of"  # said of scales that are other blocks'
 _KINDS = ("those of", "multiplied by those of", "held at most at those of")
 
 
