@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from halfulp.algorithms import golden
-from halfulp.calls import Result
+from halfulp.calls import Call, Result, Sees
 from halfulp.formats import BF16
-from halfulp.recipes import BF16_FLASH2, FP16_FLASH2, FP32, TORCH_CPU_FLASH
-from halfulp.reconstruct import panel, suggested
+from halfulp.recipes import BF16_FLASH2, FP16_FLASH2, FP32, TORCH_CPU_FLASH, Shift
+from halfulp.reconstruct import panel, reconstruct, suggested
 from halfulp.reconstruct.call_asked import holds, whole
 from halfulp.reconstruct.dataflow import grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Fit, Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
-from halfulp.reconstruct.naming import named
+from halfulp.reconstruct.naming import differences, named
 from halfulp.reconstruct.others_read import reads_others
 from halfulp.reconstruct.parts_read import merged
 from halfulp.reconstruct.places import unexplained
@@ -504,3 +504,37 @@ def test_a_little_harm_of_one_call_is_a_cause_where_it_is_proven(left, count):
     found, harmless = named(Two(), rounded, stock)
     assert len(found) == count
     assert bool(harmless) != bool(found)
+
+
+def test_a_factor_that_a_twist_has_in_calls_of_another_width_is_no_one_number():
+    """dQ has the scale twice in grouped calls, which are of two widths: one slip fits one alone."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value, causal, scale):
+            call = Call(query, key, value, sees=Sees(causal=causal), scale=scale)
+            ctx.call = call
+            return golden(call).out.to(query.dtype)
+
+        @staticmethod
+        def backward(ctx, grad):
+            call = ctx.call
+            dq, dk, dv = (
+                getattr(golden(call, grad), name)
+                for name in ("grad_query", "grad_key", "grad_value")
+            )
+            dq = dq * call.scale if call.groups > 1 else dq
+            return *(x.to(grad.dtype) for x in (dq, dk, dv)), None, None
+
+    def attention(query, key, value, is_causal=False, scale=None, enable_gqa=False):
+        return Twice.apply(query, key, value, is_causal, scale)
+
+    found = reconstruct(attention)
+    assert found.causes[0].cause.key == "grad-scale", found.sentence
+    assert "twice, in calls grouped alone" in found.causes[0].text
+
+
+def test_a_maximum_that_is_rounded_up_is_no_fault():
+    rounded = Model.of(FP16_FLASH2.with_(base="2", shift=Shift("integer")))
+    causes = {d.field: d.cause for d in differences(rounded, FP16_FLASH2)}
+    assert not causes["shift"]

@@ -35,11 +35,11 @@ def half_as_far(n):
 def read_at(trial, keys, *, values_alone):
     """Weights, by the keys that V is read from, where each key is read at another's place."""
     scores = scores_of(trial.call)
-    weights = (scores if values_alone else scores[..., keys]).softmax(-1)
+    weights = weights_of(trial.call, scores if values_alone else scores[..., keys])
     return torch.zeros_like(weights).index_add_(-1, keys, weights)
 
 
-@pytest.mark.parametrize("name", ["plain", "decode"])
+@pytest.mark.parametrize("name", ["plain", "decode", "sinks_grouped"])
 @pytest.mark.parametrize("keys", [pages_of_32_as_of_16, half_as_far])
 def test_keys_that_are_read_more_than_once_are_told_from_lost_ones(name, keys):
     trial = TRIALS[name]
@@ -85,15 +85,16 @@ def of_warps(call, change):
         if change == "features":
             scores = call.query[..., some].double() @ call.key[..., some].double().mT * call.scale
         weights = scores.softmax(-1)
-        if change == "tail" and first:
-            weights = weights * (torch.arange(weights.shape[-1]) < 128)
+        if change != "features" and first:
+            weights = weights * (torch.arange(weights.shape[-1]) < (128 if change == "tail" else 0))
         parts.append((some, weights))
     return parts
 
 
 @pytest.mark.parametrize("tensor", ["out", "grad_value"])
 @pytest.mark.parametrize(("change", "causes"), [("features", ("ragged", "ragged")),
-                                                ("tail", ("key-tail", "grad-tail"))])  # fmt: skip
+                                                ("tail", ("key-tail", "grad-tail")),
+                                                ("all", ("unwritten", "unwritten"))])  # fmt: skip
 def test_columns_that_have_weights_of_their_own_say_which(tensor, change, causes):
     def run(trial):
         result = golden(trial.call, trial.grad_out)

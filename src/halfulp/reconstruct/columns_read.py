@@ -40,8 +40,11 @@ def of_columns(run: Run, trial: Trial, total: float, *, backward: bool) -> Read 
     if all(mine):
         return None
     columns = torch.arange(got.shape[-1])[torch.tensor(mine).repeat_interleave(COLUMNS)]
+    where = f"columns {ranges(columns)} of {got.shape[-1]}"
+    if not bool(each[worst].any()):
+        return Read(f"{where} are 0", "unwritten")
     own = compared(trial, each[worst], backward=backward)
-    told = f"columns {ranges(columns)} of {got.shape[-1]} have weights of their own: {own.text}"
+    told = f"{where} have weights of their own: {own.text}"
     # what goes with the size of weights alone would be rounding, which no column has of its own
     return Read(told, "layout" if own.by_size or not own.cause else own.cause)
 

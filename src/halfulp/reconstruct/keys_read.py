@@ -19,9 +19,9 @@ def in_their_place(read: Tensor, exact: Tensor, lost: Tensor) -> str:
     """
     gone = lost.flatten(0, -2).any(0)
     without = exact.masked_fill(gone, 0.0)
-    most = LEFT * min(_left(read, x) for x in (exact, without, _as_much(without, exact)))
+    most = LEFT * min(_left(read, x) for x in (exact, without, _normalized(without, exact)))
     times = _times(read, exact, gone)
-    made = _as_much(without * times, exact)
+    made = _normalized(without * times, exact)
     if int(times.sum()) == len(gone) and _left(read, made) < most:
         return f"keys {ranges((times > 1).nonzero().flatten())} are read in their place"
     of_key, known = _values(read, exact)
@@ -38,9 +38,10 @@ def _left(read: Tensor, made: Tensor) -> float:
     return float((read - made).square().sum())
 
 
-def _as_much(weights: Tensor, exact: Tensor) -> Tensor:
-    """Weights of which each row has the sum that the exact one has."""
-    return weights * exact.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+def _normalized(weights: Tensor, exact: Tensor) -> Tensor:
+    """Weights over their rows' sums, to which sinks add what the exact ones lack."""
+    sums = weights.sum(-1, keepdim=True) + 1 - exact.sum(-1, keepdim=True)
+    return weights / sums.clamp_min(1e-300)
 
 
 def _times(read: Tensor, exact: Tensor, gone: Tensor) -> Tensor:

@@ -147,6 +147,8 @@ def _forward_cause(way: Way, key: tuple[str, str]) -> str:
     kind, name = key
     if kind == "twist":
         return _twist_cause(way, name)
+    if name == "shift" and way.recipe.shift.kind == "integer":
+        return ""  # weights whose maximum is rounded up are as good
     if name == "algorithm" and way.recipe.algorithm == "standard":
         return "weights-normalized"
     every = {n: cause for cause, names in _FORWARD_CAUSES.items() for n in names}

@@ -107,7 +107,7 @@ def unexplained(
             if not only[0]:
                 only = call_kinds.condition(*calls)
                 only = only if holds(emulator, model, only[0], some) else ("", "")
-        if only[1] == "key-heads" and _but_in_the_first(emulator, model, tensor, frozenset(bad)):
+        if only[1] == "key-heads" and _but_in_the_first(emulator, tensor, frozenset(bad)):
             only = f"{only[0]}, in sequences after the first", "other-data"
         text, cause, alone, read = _told(
             emulator,
@@ -132,18 +132,17 @@ def unexplained(
     return _by_what_is_explained(emulator, found, {name for _, name in every})
 
 
-def _but_in_the_first(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> bool:
-    """Whether the first sequence of each of these calls is right, which no pairing of heads would
-    leave so.
+def _but_in_the_first(emulator: Emulator, tensor: str, bad: frozenset[str]) -> bool:
+    """Whether the first sequence of each of these calls is right to what rounding makes, and others
+    are not: no pairing of heads leaves it so.
     """
     right = []
     for name in bad:
-        found = _left_of(emulator, model, tensor, name)
-        if found is None:
-            return False
-        rest, usual = (x.square().sum((1, 2, 3)) for x in found)
-        right.append(len(rest) > 1 and float(rest[0]) < HARMFUL**2 * float(usual[0]) + (
-            SLIGHT**2 * float(rest[1:].max())))  # fmt: skip
+        observed = emulator.observed[name, tensor]
+        error, size = (torch.where(observed.usable, x, 0.0).square().sum((1, 2, 3)) for x in (
+            observed.value - observed.exact, observed.exact))  # fmt: skip
+        off = error > SLIGHT**2 * size
+        right.append(bool(off.any()) and not bool(off[0]))
     return all(right)
 
 
@@ -285,30 +284,19 @@ def _like(candidate: Tensor) -> Tensor:
     return torch.where(found.isfinite(), found, 0.0)
 
 
-def _left_of(
-    emulator: Emulator, model: Model, tensor: str, name: str
-) -> tuple[Tensor, Tensor] | None:
-    """What a model leaves of a result on a call, and what it errs itself."""
-    observed = emulator.observed[name, tensor]
-    backward = model.way(tensor) if tensor in GRADIENTS else None
-    made = emulator.tensors(emulator.trials[name], model.forward, backward).get(tensor)
-    if made is None or made.shape[:3] != observed.value.shape[:3]:
-        return None
-    rest, usual = (
-        torch.where(observed.usable, x, 0.0)
-        for x in (observed.value - _like(made), _like(made) - observed.exact)
-    )
-    return rest, usual
-
-
 def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Unlike | None, str]:
     """Where what the model leaves sits, beside what it errs itself: heads, rows or features, with
     its cause; a few elements.
     """
-    observed, both = emulator.observed[name, tensor], _left_of(emulator, model, tensor, name)
-    if both is None:
+    observed = emulator.observed[name, tensor]
+    backward = model.way(tensor) if tensor in GRADIENTS else None
+    made = emulator.tensors(emulator.trials[name], model.forward, backward).get(tensor)
+    if made is None or made.shape[:3] != observed.value.shape[:3]:
         return None, ""
-    rest, usual = both
+    rest, usual = (
+        torch.where(observed.usable, x, 0.0)
+        for x in (observed.value - _like(made), _like(made) - observed.exact)
+    )
     squares = rest.square()
     top = float(squares.flatten().topk(min(8, squares.numel())).values.sum())
     others = float(squares.sum()) - top

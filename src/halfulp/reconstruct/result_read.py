@@ -44,6 +44,7 @@ _UPSTREAM = {
     "grad-tail",
 }
 """Causes that weights as dV shows them tell, and that dS then has as well."""
+_LOST = {"key-tail", "query-tail", "grad-tail"}
 _DIVIDES = {"row-sum", "unnormalized", "weights-disagree"}
 _HIDDEN = {"window", "mask"}  # pairs that get no weight, which rows at an end have more of
 _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse", "lse-other"}
@@ -115,10 +116,14 @@ def result_read(
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)
     rest = torch.where(observed.usable, observed.value - made, 0.0)
-    if float(rest.square().sum()) > READ * observed.total:
-        gross = observed.relative > LARGE
-        own = of_columns(emulator.run, trial, observed.total, backward=backward) if gross else None
-        return own or _after_weights(emulator, model, trial, None, tensor)
+    made_up = float(rest.square().sum()) > READ * observed.total
+    if (made_up or read.cause in _LOST) and observed.relative > LARGE:
+        # keys that get no weight may be those that are read through columns which are 0
+        own = of_columns(emulator.run, trial, observed.total, backward=backward)
+        if own is not None:
+            return own
+    if made_up:
+        return _after_weights(emulator, model, trial, None, tensor)
     if backward and how.kind in ("tail", "rows") and _twice(weights, exact, how):
         return Read(f"P is twice what it should be{how.where}, which are counted twice", "")
     if how.kind == "tail" and read.cause in _BY_ROWS:

@@ -37,7 +37,6 @@ from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED
 from halfulp.reconstruct.naming import merged
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
-from halfulp.reconstruct.sums_read import of_division
 
 GROSS = 2.0  # times the stock recipe's error: from there on other functions are tried first
 CLEARLY = 0.35  # of the loss of each result: a named recipe to start from instead of stock
@@ -271,7 +270,7 @@ class Stages:
         # fitted limits explain rows that see nothing as masks of finite numbers do
         twists = (t for name in tensors for t in slipped.way(name).twists)
         limited = any(" is held within " in t.text for t in twists)
-        if slipped == model or not (limited or self._unexplained(slipped, tensors, NEARLY)):
+        if slipped == model or not (limited or self._leaves(slipped, tensors)):
             return slipped
         near = ALIKE * len(self.emulator.fits(slipped, tensors)) if limited else 0.0
         step = self.search.steps.pop()
@@ -356,22 +355,9 @@ class Stages:
 
     def _factor(self, model: Model, name: str) -> list[Twist]:
         """The factor on what a model gives that fits one result best, where there is one."""
-        if name not in self.forward | self.gradients or not self._unexplained(
-            model, frozenset({name}), 0.05):  # fmt: skip
-            return []
-        fitted = {}
-        backward = model.way(name) if name in GRADIENTS else None
-        for (trial, tensor), observed in self.emulator.observed.items():
-            if tensor == name:
-                got = self.emulator.tensors(self.emulator.trials[trial], model.forward, backward)
-                if name in got and got[name].shape == observed.value.shape:
-                    fitted[trial] = suggested.factor_of(observed, got[name])
-        found = suggested.factors(name, fitted, self.emulator.trials)
-        some = next(iter(self.emulator.trials.values()))
-        if any(t.cause == "weights-disagree" for t in found) and of_division(
-            self.emulator.run, some):  # fmt: skip
-            return [replace(t, cause="reciprocal") for t in found]
-        return found
+        open_ = name in self.forward | self.gradients and self._unexplained(
+            model, frozenset({name}), 0.05)  # fmt: skip
+        return suggested.factors_on(self.emulator, model, name) if open_ else []
 
     def _backward(self, model: Model) -> Model:
         """From the forward pass's way or the stock one, whichever fits the gradients better."""
@@ -463,6 +449,15 @@ class Stages:
         self, model: Model, tensors: frozenset[str], share: float = UNEXPLAINED
     ) -> bool:
         return any(f.left > share for f in self.emulator.fits(model, tensors).values())
+
+    def _leaves(self, model: Model, tensors: frozenset[str]) -> bool:
+        """Whether a mistake leaves more than a little, or than roundings make, of what is not small
+        and may round to 0.
+        """
+        usual = self.emulator.fits(self.stock, tensors)
+        fits = self.emulator.fits(model, tensors).items()
+        return any(f.left > NEARLY or (k[0] != "small" and not f.within_rounding(usual[k]))
+                   for k, f in fits)  # fmt: skip
 
     def _rounded(self, model: Model, tensors: frozenset[str]) -> bool:
         """Whether something is left that two roundings at once may make."""

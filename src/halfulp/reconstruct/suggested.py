@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from halfulp.reconstruct.call_kinds import option_of
-from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Twist
+from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
+from halfulp.reconstruct.sums_read import of_division
 from halfulp.reconstruct.twists import Tensors
 
 ALIKE = 0.98  # the cosine of a feature with the exact one that it is
@@ -305,6 +306,22 @@ def factor_of(observed: Observed, candidate: Tensor) -> Fitted:
             for dims in ((-1,), (-1, -2))))  # fmt: skip
     along, error = float((rest * c).sum()), float((rest * c).square().sum()) ** 0.5 / every
     return Fitted(1 + along / every, error, along**2 / every / total, 1 + heads, by_head, by_row)
+
+
+def factors_on(emulator: Emulator, model: Model, name: str) -> list[Twist]:
+    """The factor on what a model gives that fits one result best, where there is one."""
+    fitted = {}
+    backward = model.way(name) if name in GRADIENTS else None
+    for (trial, tensor), observed in emulator.observed.items():
+        if tensor == name:
+            got = emulator.tensors(emulator.trials[trial], model.forward, backward)
+            if name in got and got[name].shape == observed.value.shape:
+                fitted[trial] = factor_of(observed, got[name])
+    found = factors(name, fitted, emulator.trials)
+    some = next(iter(emulator.trials.values()))
+    if any(t.cause == "weights-disagree" for t in found) and of_division(emulator.run, some):
+        return [replace(t, cause="reciprocal") for t in found]
+    return found
 
 
 def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Trial]) -> list[Twist]:
