@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 from halfulp.reconstruct.operation_asked import reconstruct_operation
 from halfulp.reconstruct.operation_mistakes import fitting
@@ -92,6 +93,66 @@ def of_three_pieces(g):
     return (g / 6 + 0.5).clamp(0, 1)
 
 
+def tail_without_its_sign(gate, up, *, approximate="none"):
+    g, u = gate.float(), up.float()
+    exact = functional.gelu(g, approximate=approximate) * u
+    below = g * (1 + torch.erf(g.abs() * 0.5**0.5)) / 2 * u
+    return with_gradient_of(exact, below if approximate == "none" else exact).to(gate.dtype)
+
+
+def adamw(mean=None, second=None, correction=None):
+    """`mean` is what the rate multiplies, of (m, g, β₁, 1 − β₁ᵗ)."""
+
+    def kernel(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps, weight_decay):
+        g, one, two = grad.float(), 1 - beta1**step, 1 - beta2**step
+        m, v = beta1 * exp_avg + (1 - beta1) * g, beta2 * exp_avg_sq + (1 - beta2) * g * g
+        moved = mean(m, g, beta1, one) if mean else m / one
+        size = (second(v, exp_avg_sq) if second else v) / (
+            correction(one, two) if correction else two
+        )
+        return param * (1 - lr * weight_decay) - lr * moved / (size.sqrt() + eps), m, v
+
+    return kernel
+
+
+def ahead(m, g, beta1, one):
+    return (beta1 * m + (1 - beta1) * g) / one
+
+
+def first_twice(input, dim):
+    return (input.float().sum(0) + input[0].float()).to(input.dtype)
+
+
+def four_of_a_kind(input, weight, padding_idx):
+    class Rows(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return w[input]
+
+        @staticmethod
+        def backward(ctx, grad):
+            found, seen = torch.zeros(weight.shape), torch.zeros(len(weight))
+            for row, x in zip(input.tolist(), grad.float(), strict=True):
+                seen[row] += 1
+                found[row] += x * (seen[row] <= 4)
+            if padding_idx is not None:
+                found[padding_idx] = 0
+            return found.to(grad.dtype)
+
+    return Rows.apply(weight)
+
+
+def smoothed_by_the_label(input, target, *, ignore_index, reduction, label_smoothing,
+                          lse_square_scale):  # fmt: skip
+    """The uniform part of a smoothed label has no gradient."""
+    seen, logs = target != ignore_index, input.float().log_softmax(-1)
+    own = -logs.gather(1, torch.where(seen, target, 0)[:, None])[:, 0]
+    loss = (1 - label_smoothing) * own - label_smoothing * logs.detach().mean(-1)
+    loss = torch.where(seen, loss + lse_square_scale * input.float().logsumexp(-1) ** 2, 0.0)
+    total = loss.sum() / (seen.sum() if reduction == "mean" else 1)
+    return loss if reduction == "none" else total
+
+
 @pytest.mark.parametrize(
     ("op", "kernel", "dtype", "cause", "told"),
     [
@@ -115,6 +176,13 @@ def of_three_pieces(g):
             "term-missing",
             "another function of its value",
         ),
+        ("geglu", tail_without_its_sign, "float16", "term-missing", "sign, only where approximate"),
+        ("adamw_step", adamw(mean=ahead), "float32", "term-missing", "as NAdam has it"),
+        ("adamw_step", adamw(second=torch.maximum), "float32", "limited", "as AMSGrad has it"),
+        ("adamw_step", adamw(correction=lambda a, b: a), "float32", "option", "beta1 stands in"),
+        ("sum", first_twice, "bfloat16", "factor", "counts twice at the first along T"),
+        ("embedding", four_of_a_kind, "float32", "term-missing", "all but the first 4"),
+        ("cross_entropy", smoothed_by_the_label, "float32", "term-missing", "no uniform part"),
     ],
 )
 def test_kinds_of_mistakes_are_named(op, kernel, dtype, cause, told):

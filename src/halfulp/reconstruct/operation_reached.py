@@ -26,7 +26,6 @@ LONGEST = 160  # indices that are changed one by one
 WORK = 2**23  # numbers that are read for them at most
 OTHERS = 0.003  # of the largest change, from which on what should not arrive does
 FEWEST = 8  # of which some that do not arrive are told by what they have in common
-DENSE = 0.5  # of what should not arrive, from which on it is no neighbor's data
 NOTHING = 0.02  # of the change that is due, below which one does not arrive
 SHOWS = 0.02  # of a result, by which a change puts it off that no rounding hides
 ARRIVES = 0.1  # of the largest change that is due anywhere, from which on one does
@@ -72,7 +71,7 @@ def reached(run: Run, one: Trial, signs: bool = False) -> Reached | None:
     return first if others else _powers(run, one, failing) or first
 
 
-_ORDER = ("neighbor", "end", "factor", "term-missing")  # what says more before what says less
+_ORDER = ("neighbor", "end", "term-missing")  # what says more before what says less
 
 
 def _changes(calls: OperationCalls) -> Iterator[tuple[str, str]]:
@@ -154,11 +153,7 @@ class _Map:
         if not bool(found.any()):
             yield from self._lost()
         elif self.symbol == self.along and not bool((self.due > least).fill_diagonal_(False).any()):
-            if float(found[free].double().mean()) > DENSE and len(found) >= FEWEST:
-                text = f"{self.result} hangs on all of {self.name} along {self.along} alike"
-                yield Reached("factor", f"{text}: as by a norm of it, a sum or a maximum")
-            else:
-                yield Reached("neighbor", self._of_others(found))
+            yield Reached("neighbor", self._of_others(found))
 
     def _of_others(self, found: Tensor) -> str:
         """Whose data some indices have, where each is due its own alone."""
