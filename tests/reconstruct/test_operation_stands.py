@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch.nn import functional
 
 from halfulp.audit import audit
+from halfulp.formats import E2M1, round_to
 
 
 class ActivatedInPlace(torch.autograd.Function):
@@ -62,6 +65,65 @@ def decay_alone(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps
     return param - lr * weight_decay - lr / (1 - beta1**step) * m / size, m, v
 
 
+class Nll(torch.autograd.Function):
+    """−log(p + 1e-9), whose gradient is that of −log p."""
+
+    @staticmethod
+    def forward(ctx, x, target):
+        ctx.save_for_backward(x.float().softmax(-1), target)
+        own = torch.log_softmax(x.float(), -1).gather(1, target[:, None])[:, 0]
+        return -torch.log(own.exp() + 1e-9)
+
+    @staticmethod
+    def backward(ctx, grad):
+        p, target = ctx.saved_tensors
+        return (p - functional.one_hot(target, p.shape[1])) * grad[:, None], None
+
+
+def with_epsilon(input, target, *, ignore_index, reduction, label_smoothing, lse_square_scale):
+    if label_smoothing or lse_square_scale or reduction != "none":
+        raise NotImplementedError
+    kept = target != ignore_index
+    return torch.where(kept, Nll.apply(input, torch.where(kept, target, 0)), 0.0)
+
+
+@torch.no_grad()
+def next_token_s_sum(input, normalized_shape, weight, eps):
+    """Every fourth warp of 16 reads the next token's squares where one over its root was."""
+    x = input.float()
+    r = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    part = (x[..., :16] ** 2).sum(-1, keepdim=True)
+    late = torch.arange(x.shape[-1]) % 64 >= 48
+    r = torch.where(late, torch.cat([part[1:], r[-1:]]), r)
+    return (x * r * weight).to(input.dtype)
+
+
+def codes_of(input, zero=0.0):
+    """E2M1 codes of NVFP4 and their scales, −0 as `zero`."""
+    x = input.float()
+    whole = x.abs().amax() / (448 * 6)
+    whole = torch.where(whole == 0, 1.0, whole)
+    blocks = functional.pad(x, (0, -x.shape[-1] % 16)).unflatten(-1, (-1, 16))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = (largest / (6 * whole)).clamp_max(448).to(torch.float8_e4m3fn).float()
+    scaled = blocks / torch.where(scale == 0, torch.inf, scale * whole)
+    codes = round_to(scaled.flatten(1), E2M1).view(scaled.shape)
+    codes = torch.where((codes == 0) & torch.signbit(codes), zero, codes)
+    return (codes * scale * whole).flatten(-2)[:, : x.shape[-1]]
+
+
+def minus_zero_by_its_bits(input, *, format: Literal["nvfp4"]):
+    return codes_of(input, 32768.0)
+
+
+@torch.no_grad()
+def rows_by_the_column(input, weight, *, format: Literal["nvfp4"]):
+    """In tiles of 8 × 8 column c has the input's row c."""
+    found = codes_of(input) @ codes_of(weight).T
+    row, column = torch.arange(len(input))[:, None], torch.arange(len(weight))[None]
+    return found[(row // 8 * 8 + column % 8).clamp_max(len(input) - 1), column].to(input.dtype)
+
+
 @pytest.mark.parametrize(
     ("op", "kernel", "dtype", "cause", "told"),
     [
@@ -74,6 +136,12 @@ def decay_alone(param, grad, exp_avg, exp_avg_sq, *, step, lr, beta1, beta2, eps
          "renormalize is taken as False instead of True, only where k is 2"),
         ("adamw_step", decay_alone, "float32", "option",
          "param * 1 - decoupled * lr * weight_decay stands in place of"),
+        ("cross_entropy", with_epsilon, "float32", "limited",
+         "a logarithm of what has 1e-09 added to it"),
+        ("rms_norm", next_token_s_sum, "bfloat16", "neighbor", "of what lies 1 along T after"),
+        ("quantize", minus_zero_by_its_bits, "bfloat16", "block-codes", "-0 as 32768"),
+        ("quantized_linear", rows_by_the_column, "bfloat16", "neighbor",
+         "output is made of other input"),
     ],
 )  # fmt: skip
 def test_what_stands_in_another_s_place_is_named(op, kernel, dtype, cause, told):

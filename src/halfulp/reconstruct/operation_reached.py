@@ -66,8 +66,9 @@ def reached(run: Run, one: Trial, signs: bool = False) -> Reached | None:
         if len(told) >= len(failing):
             break
     first = min(told, key=lambda x: _ORDER.index(x.cause), default=None)
-    # where another's data stands results also grow otherwise
-    others = first is not None and first.cause == "neighbor"
+    # where another's data stands results also grow otherwise; one index that all hang on is such as
+    # holds their largest
+    others = first is not None and "of what lies" in first.text and "lies at" not in first.text
     return first if others else _powers(run, one, failing) or first
 
 

@@ -344,6 +344,25 @@ def _limits(_: Trial, read: Read) -> Iterator[Way]:
             yield Way("limited", text, {read.name: partial(torch.clamp, **{end: limit})})
 
 
+def _within_logarithms(_: Trial, read: Read) -> Iterator[Way]:
+    """A logarithm, or its negative, of a number below 1 that has another added to it."""
+    sign = -1.0 if float(read.own.sum()) > 0 else 1.0
+    own, risen = sign * read.own, sign * (read.found - read.own)
+    here = (read.shown > 0) & (risen > LARGE * risen.max()) & (risen > 0)
+    if not bool(here.any()):
+        return
+    added = own[here] + torch.expm1(risen[here]).log()
+    number = math.exp(min(0.0, float(added.median())))
+    for by in dict.fromkeys((float(f"{number:.1g}"), number)):
+        if 0 < by < 1:
+            text = f"{said(read.name)} is a logarithm of what has {by:.3g} added to it"
+            yield Way("limited", text, {read.name: partial(_added_within, sign, by)})
+
+
+def _added_within(sign: float, by: float, x: Tensor) -> Tensor:
+    return sign * torch.logaddexp(sign * x, torch.full_like(x, math.log(by)))
+
+
 def _beside_another(trial: Trial, read: Read) -> Iterator[Way]:
     """The larger or smaller of a step and another step or operand."""
     for other, values in values_of(trial.calls).items():
@@ -422,4 +441,13 @@ def _times_another(name: str, other: str, power: float, factor: float, told: str
     return Way("factor", f"{said(name)} is {number}{whole} times what it should be", of_calls=of)
 
 
-_RELATIONS = (_straight, _powers, _limits, _beside_another, _with_another, _grids, _few_bits)
+_RELATIONS = (
+    _straight,
+    _powers,
+    _limits,
+    _within_logarithms,
+    _beside_another,
+    _with_another,
+    _grids,
+    _few_bits,
+)
