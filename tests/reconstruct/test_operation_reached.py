@@ -236,9 +236,9 @@ def test_a_way_that_leaves_a_part_of_other_calls_is_not_named():
 
         return Unit.apply(gate.float(), up.float()).to(gate.dtype)
 
-    report = audit(slope_of_the_activated, op="geglu")
-    assert report.causes[0].key == "operation-place", report.evidence
-    assert "grad_gate alone" in report.evidence[0]
+    report = audit(slope_of_the_activated, op="geglu")  # but the one that leaves none is
+    assert report.causes[0].key == "exchanged", report.evidence
+    assert "activated stands where gate should" in report.evidence[0]
 
 
 def test_codes_that_are_each_decoded_as_another_are_told_beside_missing_numbers():
