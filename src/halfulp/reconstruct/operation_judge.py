@@ -147,7 +147,9 @@ class Judge:
         if otherwise:
             near = LEFT if chosen[0].sketched else min(LEFT, self.trial.near)
             most = min(most, max(near, 4 * self.trial.of_rounding))
-            least = MOSTLY if len(chosen) > 1 else PREDICTS  # two come near by chance
+            # two come near by chance, and the calls of a condition were chosen after they were seen
+            several = len(chosen) > 1 or chosen[0].only is not None
+            least = MOSTLY if several else PREDICTS
         if any(w.cause.startswith("block") for w in chosen):
             most = min(most, LEAVE)
         if share + min(0.0, held.fit(base, chosen)) < EXPLAINS or 1 - share > most:
