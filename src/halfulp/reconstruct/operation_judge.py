@@ -147,9 +147,8 @@ class Judge:
         if otherwise:
             near = LEFT if chosen[0].sketched else min(LEFT, self.trial.near)
             most = min(most, max(near, 4 * self.trial.of_rounding))
-            # two come near by chance, and the calls of a condition were chosen after they were seen
-            several = len(chosen) > 1 or chosen[0].only is not None
-            least = MOSTLY if several else PREDICTS
+            # two come near by chance, and a condition was chosen when the calls had been seen
+            least = MOSTLY if len(chosen) > 1 or chosen[0].only else PREDICTS
         if any(w.cause.startswith("block") for w in chosen):
             most = min(most, LEAVE)
         if share + min(0.0, held.fit(base, chosen)) < EXPLAINS or 1 - share > most:
@@ -328,12 +327,9 @@ class Judge:
 
     def _is_own(self, base: Rounding, chosen: tuple[Way, ...]) -> bool:
         """Whether what is no rounding may be the kernel's own function by the other calls."""
-        held = self.held
-        return (
-            held.harm(base, chosen) <= OFTEN
-            and held.telling(base, chosen)
-            and held.follows(base, chosen) >= MOSTLY
-        )
+        held, every = self.held, (base, chosen)
+        fits = held.harm(*every) <= OFTEN and held.follows(*every) >= MOSTLY
+        return fits and held.telling(*every)
 
     def _in_read(self, found: list[_Tried]) -> list[_Tried]:
         """Ways in the regions that results show for each, those first that would explain most."""
