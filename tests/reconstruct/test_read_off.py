@@ -65,7 +65,7 @@ def seeing_one_more(name):
         (
             "plain",
             scores_of(TRIALS["plain"].call).softmax(-2),
-            "layout",
+            "unnormalized",
             "over the other dimension",
         ),
         ("plain", exact("plain").tril(64).triu(-64), "window", "key − query"),

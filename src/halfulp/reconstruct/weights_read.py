@@ -98,7 +98,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     every = gone[..., None].expand_as(lost)
     if _over_queries(read, exact):
         return Read("the weights of each key sum to 1 over the queries: the softmax is over the"
-                    " other dimension", "layout")  # fmt: skip
+                    " other dimension", "unnormalized")  # fmt: skip
     if (most := _held(read, exact)) > 0:
         told = f"no weight is more than {most:.3g}: what should be is that"
         return Read(told, _backward("weights") if backward else "weights")
