@@ -71,33 +71,36 @@ def running(x: Tensor, fmt: Format, dim: int, block: int, how: str = "running") 
 
 def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
     found = torch.zeros_like(x)
-    if how == "runs":
-        each = torch.split(x, -(-x.shape[dim] // block), dim)
-        sums = [_running(part, fmt, dim, 1, "running").sum(dim) for part in each]
-        whole = _running(torch.stack(sums, dim), fmt, dim, 1, "running").sum(dim)
-        found.select(dim, 0).copy_(whole)
+    if how == "runs":  # all parts at once, with zeros behind the last
+        size = -(-x.shape[dim] // block)
+        count = -(-x.shape[dim] // size)
+        rest = x.new_zeros(*x.shape[:dim], count * size - x.shape[dim], *x.shape[dim + 1 :])
+        each = torch.cat([x, rest], dim)
+        each = each.view(*x.shape[:dim], count, size, *x.shape[dim + 1 :])
+        sums = _running(each, fmt, dim + 1, 1, "running").sum(dim + 1)
+        found.select(dim, 0).copy_(_running(sums, fmt, dim, 1, "running").sum(dim))
         return found
-    parts = [part.sum(dim) for part in torch.split(x, block, dim)]
+    ones = x.movedim(dim, 0)
+    parts = ones if block == 1 else torch.stack([p.sum(0) for p in torch.split(ones, block)])
+    if how in ("tree", "parts", "both"):
+        parts = round_to(parts, fmt)
     if how == "tree":
-        parts = [round_to(part, fmt) for part in parts]
         while len(parts) > 1:
-            parts = [
-                round_to(torch.stack(parts[i : i + 2]).sum(0), fmt) for i in range(0, len(parts), 2)
-            ]
+            pairs = parts[0:-1:2] + parts[1::2]
+            parts = torch.cat([round_to(pairs, fmt), parts[2 * len(pairs) :]])
         found.select(dim, 0).copy_(parts[0])
         return found
     places = torch.arange(len(parts)) * block
     if how == "parts":
-        return found.index_copy_(dim, places, round_to(torch.stack(parts, dim), fmt))
+        return found.index_copy_(dim, places, parts.movedim(0, dim))
     short = _SHORT.get(fmt) if x.dtype is torch.float32 else None
     totals = [torch.zeros_like(parts[0])]
-    for part in parts:
-        total = totals[-1] + (round_to(part, fmt) if how == "both" else part)
+    for part in parts.unbind():
+        total = totals[-1] + part
         totals.append(total.to(short).float() if short else round_to(total, fmt))
-    risen = torch.stack(totals, dim)
     # a sum that has overflowed stays so
-    moved = risen.diff(dim=dim).nan_to_num(0.0, torch.inf, -torch.inf)
-    return found.index_copy_(dim, places, moved)
+    moved = torch.stack(totals).diff(dim=0).nan_to_num(0.0, torch.inf, -torch.inf)
+    return found.index_copy_(dim, places, moved.movedim(0, dim))
 
 
 # torch's own conversions round as these formats do, at a third of the cost
