@@ -190,6 +190,12 @@ def _slope(trial: Trial) -> Tensor | float:
     return 1 - torch.tanh(plain / call.softcap).square()
 
 
+def grad_scores_of(trial: Trial) -> Tensor:
+    """The exact dS, `[B, H, N, N_k]`, float64."""
+    p, dp, delta, _ = _exact(trial)
+    return p * (dp - delta) * _slope(trial)
+
+
 def shown(
     run: Run, trial: Trial, tensor: str, numbers: Tensor | float = 1.0, *, part: int = 0
 ) -> ReadScores | None:
@@ -234,7 +240,7 @@ def _shown(
         return None
     read = got.double()[..., : len(some)] / (torch.as_tensor(factor).double() * unit * call.scale)
     p, dp, delta, noise = _exact(asked)
-    exact, top = p * (dp - delta) * _slope(asked), p == p.amax(-1, keepdim=True)
+    exact, top = grad_scores_of(asked), p == p.amax(-1, keepdim=True)
     if by_keys:
         exact, p, dp, top = (x[..., some] for x in (exact, p, dp, top))
         return ReadScores(read, exact, p, dp, delta, noise, top)
