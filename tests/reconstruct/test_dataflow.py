@@ -84,6 +84,20 @@ def test_a_gradient_of_the_maximum_is_told_from_one_of_the_scores():
     assert said.cause != "max-gradient", said.text
 
 
+def rest_to_the_largest(p, dp, delta, low):
+    """What the rounded dS of a row do not cancel goes to its largest score."""
+    ds, top = low(p * (dp - delta)), p == p.amax(-1, keepdim=True)
+    return ds - ds.sum(-1, keepdim=True) * top
+
+
+def test_what_rounding_leaves_of_a_row_goes_through_its_maximum():
+    trial = TRIALS["scaled"]  # 96 keys
+    run = planned(grad_scores=rest_to_the_largest, block_key=128)
+    for tensor in ("grad_query", "grad_key"):
+        said = grad_scores(run, trial, tensor)
+        assert said.cause == "max-gradient", said.text
+
+
 def test_a_gradient_that_autograd_adds_up_tile_by_tile_is_called_a_low_sum():
     run = by_autograd(torch.Tensor.detach)
     said = grad_scores(run, TRIALS["plain"], "grad_query")

@@ -118,12 +118,21 @@ def tiles_judged_by_their_first_row(query, key, value, is_causal=False, scale=No
     return masked(query, key, value, is_causal, scale, attn_mask)
 
 
+def mask_of_first_rows(query, key, value, is_causal=False, scale=None, attn_mask=None):
+    """One row of a mask stands for a block of 32 queries."""
+    if attn_mask is not None and attn_mask.shape[-2] > 1:
+        first = attn_mask[..., ::32, :].repeat_interleave(32, -2)
+        attn_mask = first[..., : attn_mask.shape[-2], :]
+    return masked(query, key, value, is_causal, scale, attn_mask)
+
+
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
         (no_mask_for_few_queries, "mask", ""),
         (causal_in_chunks, "causal-mask", "before its own block of 64"),
         (tiles_judged_by_their_first_row, "mask", "in calls with a boolean mask alone"),
+        (mask_of_first_rows, "mask", "that of the first query of each block of 32"),
         (values_by_the_querys_width, "layout", "rows of V are read as far apart as Q's"),
         (summed_without_a_tail, "ragged", "by the l of the first 64 keys alone"),
         (zeros_in_the_sum, "padding", ""),

@@ -10,10 +10,11 @@ from halfulp.calls import Result
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import panel
 from halfulp.reconstruct.call_asked import holds
+from halfulp.reconstruct.dataflow import grad_scores_of
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.others_read import reads_others
+from halfulp.reconstruct.others_read import of_other_operands, reads_others
 from halfulp.reconstruct.result_read import result_read
 from halfulp.reconstruct.weight_ratios import Read
 from halfulp.reconstruct.weights_read import compared
@@ -141,3 +142,23 @@ def test_calls_that_are_grouped_are_asked_without_groups(of_groups):
     emulator = Emulator({TRIALS[n]: run(TRIALS[n]) for n in ("grouped", "decode")}, run)
     some = frozenset({"grouped", "decode"})
     assert holds(emulator, STOCK, "calls grouped alone", some) == of_groups
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [("grad_key", "features 8-11 are made of dO in place of Q"),
+     ("grad_value", "rows 0-15 are 32-47 of dK"), ("", "")],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["plain", "grouped", "softcap"])
+def test_what_is_of_another_gradients_operand_or_rows_says_so(name, tensor, told):
+    trial = TRIALS[name]
+    right = golden(trial.call, trial.grad_out)
+    value = getattr(right, tensor or "grad_value").clone()
+    if tensor == "grad_key":
+        groups = trial.call.groups
+        made = grad_scores_of(trial).mT @ trial.grad_out.double() * trial.call.scale
+        value[..., 8:12] = made.unflatten(1, (-1, groups)).sum(2)[..., 8:12]
+    elif tensor:
+        value[:, :, :16] = right.grad_key[:, :, 32:48]
+    observed = Observed.of(value.bfloat16(), getattr(right, tensor or "grad_value"))
+    assert of_other_operands(trial, tensor or "grad_value", observed)[0] == told

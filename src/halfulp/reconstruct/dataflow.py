@@ -190,6 +190,12 @@ def _slope(trial: Trial) -> Tensor | float:
     return 1 - torch.tanh(plain / call.softcap).square()
 
 
+def grad_scores_of(trial: Trial) -> Tensor:
+    """The exact dS, `[B, H, N, N_k]`, float64."""
+    p, dp, delta, _ = _exact(trial)
+    return p * (dp - delta) * _slope(trial)
+
+
 def shown(
     run: Run, trial: Trial, tensor: str, numbers: Tensor | float = 1.0, *, part: int = 0
 ) -> ReadScores | None:
@@ -234,7 +240,7 @@ def _shown(
         return None
     read = got.double()[..., : len(some)] / (torch.as_tensor(factor).double() * unit * call.scale)
     p, dp, delta, noise = _exact(asked)
-    exact, top = p * (dp - delta) * _slope(asked), p == p.amax(-1, keepdim=True)
+    exact, top = grad_scores_of(asked), p == p.amax(-1, keepdim=True)
     if by_keys:
         exact, p, dp, top = (x[..., some] for x in (exact, p, dp, top))
         return ReadScores(read, exact, p, dp, delta, noise, top)
@@ -282,6 +288,10 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
         again = shown(run, trial, name, part=int(not at))
         other = other if again is None else _held(again, dtype)
     short = {"grad_query": "dQ", "grad_key": "dK"}
+    if own.right and (share := _at_largest(seen[tensor], dtype)) > PILED:
+        # one element of each row is too few for all of dS to be called wrong
+        told = f"{100 * share:.0f} % of dS's error, as {short[tensor]} shows it, lies at the"
+        return Said(f"{told} largest score of each row", "max-gradient")
     if own.right:
         numbers = 1 + torch.linspace(0.01, 0.97, trial.call.query.shape[3])
         again = shown(run, trial, tensor, numbers.to(dtype))
@@ -392,7 +402,7 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
             return Said(f"dS is wrong in dQ and dK: {told.format(size)}" + f" in {where}" * bool(
                 where), cause)  # fmt: skip
     told = f"dS {how.text}, in dQ and dK alike"
-    if (share := _at_largest(read, error)) > PILED:
+    if (share := _at_largest(read, dtype)) > PILED:
         told = f"{told}, {100 * share:.0f} % of it at the largest score of each row"
         return Said(told, "max-gradient")
     if how.kind == "tail":
@@ -404,10 +414,12 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     return Said(told, "grad-scores")
 
 
-def _at_largest(read: ReadScores, error: Tensor) -> float:
-    """The share of the squared errors at the largest weight of each row, where these are out of
-    all proportion to the others.
+def _at_largest(read: ReadScores, dtype: torch.dtype) -> float:
+    """The share of the squared errors, in units of rounding's, at the largest weight of each row,
+    where these are out of all proportion to the others.
     """
+    sigma = _sigma(read, dtype)
+    error = torch.where(sigma > 0, (read.read - read.exact) / sigma.clamp_min(1e-300), 0.0)
     top, other = error[read.largest].square(), error[~read.largest].square()
     apart = top.numel() > 0 and float(top.mean()) > APART**2 * float(other.mean())
     return float(top.sum() / error.square().sum()) if apart else 0.0

@@ -4,6 +4,7 @@ turned.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,12 +12,18 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms import golden
+from halfulp.reconstruct.dataflow import grad_scores_of
 from halfulp.reconstruct.emulating import GRADIENTS
 from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
+from halfulp.reconstruct.ranges import ranges
 
-HALF = 0.5  # of an error, that what others' data changes must be, and
+HALF = 0.5  # of an error, that what others' data changes, or others' rows hold, must be, and
 SHARED = 0.1  # of a result
+
+
+ALIKE = 0.98  # the cosine of a row or a feature with the one that it is
 
 
 class Others(NamedTuple):
@@ -38,6 +45,55 @@ def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Oth
     is asked with another one behind it as well.
     """
     return _of_others(run, trial, tensor, observed) or _of_a_second(run, trial, tensor)
+
+
+def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
+    """Features of a gradient that are made of another operand, dO in place of Q or V in place of K,
+    or rows that are those of dK in dV, or of dV in dK: in words, with the cause.
+    """
+    if tensor not in GRADIENTS:
+        return "", ""
+    call, do = trial.call, trial.grad_out.double()
+    p, ds = weights_of(call, scores_of(call)), grad_scores_of(trial) * call.scale
+    value = call.value.double().repeat_interleave(call.groups, 1)
+    query, by_key = call.query.double(), tensor != "grad_query"
+    products = {"grad_query": ("V in place of K", ds, value), "grad_key": ("dO in place of Q",
+                ds.mT, do), "grad_value": ("Q in place of dO", p.mT, query)}  # fmt: skip
+    told, left, operand = products[tensor]
+    other = _of_groups(left @ operand, call.groups if by_key else 1)
+    wide = min(other.shape[-1], observed.exact.shape[-1])
+    features, _ = _those(observed, other, lambda x: x[..., :wide].flatten(0, 2), same=True)
+    if len(features):
+        return f"features {ranges(features)} are made of {told}", "other-data"
+    if not by_key or call.query.shape[3] != call.value.shape[3]:
+        return "", ""
+    whose, of = ("dV", p.mT @ do) if tensor == "grad_key" else ("dK", ds.mT @ query)
+    rows, at = _those(
+        observed, _of_groups(of, call.groups), lambda x: x.mT.flatten(0, 2), same=False
+    )
+    told = f"rows {ranges(rows)} are {ranges(at)} of {whose}"
+    return (told, "other-data") if len(rows) else ("", "")
+
+
+def _of_groups(grad: Tensor, groups: int) -> Tensor:
+    """Summed over the heads that share a key head."""
+    return grad.reshape(len(grad), -1, groups, *grad.shape[2:]).sum(2)
+
+
+def _those(observed: Observed, other: Tensor, columns: Callable[[Tensor], Tensor], *,
+           same: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Which columns of a result are not its own but others', of the `same` number or of any, and
+    which these are; none where they do not hold its error.
+    """
+    got, exact, theirs = (columns(x) for x in (observed.value, observed.exact, other))
+    off = (got - exact).square().sum(0)
+    got, exact, theirs = (x / x.norm(dim=0).clamp_min(1e-300) for x in (got, exact, theirs))
+    alike = theirs.mT @ got
+    best, at = (alike.diagonal(), torch.arange(len(alike))) if same else alike.max(0)
+    some = (best > ALIKE) & ((exact * got).sum(0) < ALIKE)
+    held = float(off[some].sum()) > HALF * float(off.sum())
+    some = some & held
+    return some.nonzero().flatten(), at[some].sort().values
 
 
 def _of_a_second(run: Run, trial: Trial, tensor: str) -> Others | None:

@@ -15,7 +15,7 @@ from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
-from halfulp.reconstruct.others_read import reads_others
+from halfulp.reconstruct.others_read import of_other_operands, reads_others
 from halfulp.reconstruct.panel import simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
 from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
@@ -210,7 +210,9 @@ def _told(
 ) -> tuple[str, str, bool, bool]:
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
-    for text, key in ("", "") if worst == "small" else silent_rows(observed), exchanged(observed):
+    silent = ("", "") if worst == "small" else silent_rows(observed)
+    operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
+    for text, key in silent, exchanged(observed), operand:
         if key:
             return text, key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
@@ -246,11 +248,7 @@ def _told(
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
             read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
-            told_more = (
-                STRUCTURE
-                if tensor == "out"
-                else STRUCTURE | {"lse", "lse-other", "delta", "no-delta"}
-            )
+            told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}

@@ -137,6 +137,10 @@ def _given_masks() -> Iterator[Twist]:
         for by, where in ((1, "before"), (-1, "after")):
             text = f"the mask is that of the {told} {where}"
             yield Twist(f"mask-{told}{by:+d}", text, name, given(partial(rolled, by, dim)))
+    for block in BLOCKS:
+        told = f"the mask is that of the first query of each block of {block}"
+        first = partial(lambda b, n: [i // b * b for i in range(n)], block)
+        yield Twist(f"mask-first-{block}", told, name, of(-2, first))
     yield Twist("mask-turned", "the mask is read transposed", name, given(square))
     yield Twist("mask-inverted", "the boolean mask hides what it should show", name,
                 given(lambda m, _: ~m if m.dtype == torch.bool else None))  # fmt: skip
