@@ -341,6 +341,26 @@ def test_the_step_and_the_rows_whose_noise_makes_calls_differ_are_named():
     assert report.evidence[0].startswith(text)
 
 
+def test_a_factor_of_a_slope_that_is_rounded_is_no_other_slope():
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+        @staticmethod
+        def backward(ctx, grad):
+            gate, up = (x.float() for x in ctx.saved_tensors)
+            sigmoid = torch.sigmoid(gate)
+            slope = sigmoid * (1 + gate * (1 - sigmoid).bfloat16().float())
+            grads = grad * up * slope, grad * gate * sigmoid
+            return tuple(x.to(grad.dtype) for x in grads)
+
+    report = audit(Gated.apply, op="swiglu", dtype="float16")
+    assert report.evidence[0].startswith("one_less passes through bf16")
+    assert report.causes[0].key == "coarser", report.evidence
+
+
 @pytest.mark.parametrize("steady", [True, False])
 def test_no_number_in_two_calls_is_no_difference_of_calls(steady):
     def absent(input, dim):
