@@ -341,6 +341,43 @@ def test_the_step_and_the_rows_whose_noise_makes_calls_differ_are_named():
     assert report.evidence[0].startswith(text)
 
 
+def test_a_factor_of_a_slope_that_is_rounded_is_no_other_slope():
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, gate, up):
+            ctx.save_for_backward(gate, up)
+            return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+        @staticmethod
+        def backward(ctx, grad):
+            gate, up = (x.float() for x in ctx.saved_tensors)
+            sigmoid = torch.sigmoid(gate)
+            slope = sigmoid * (1 + gate * (1 - sigmoid).bfloat16().float())
+            grads = grad * up * slope, grad * gate * sigmoid
+            return tuple(x.to(grad.dtype) for x in grads)
+
+    report = audit(Gated.apply, op="swiglu", dtype="float16")
+    assert report.evidence[0].startswith("one_less passes through bf16")
+    assert report.causes[0].key == "coarser", report.evidence
+
+
+@pytest.mark.parametrize("steady", [True, False])
+def test_no_number_in_two_calls_is_no_difference_of_calls(steady):
+    def absent(input, dim):
+        found = torch.softmax(input.float(), dim)
+        there = bool(input[0, 0] > 0) if steady else next(calls) % 3 == 1  # in some calls alone
+        return (found + torch.nan if there else found).to(input.dtype)
+
+    calls = itertools.count()
+    report = audit(absent, op="softmax", only=["gaussian", "relations"])
+    assert report.verdict == "defect"
+    twice = [f.figure for f in report.findings if f.property.startswith("same call twice")]
+    assert "unstable" not in {c.key for c in report.causes} or not steady
+    assert bool(twice) is not steady
+    assert not any("nan" in text for text in (*twice, *report.evidence))
+    assert all(text.startswith("one call gives no numbers where the") for text in twice)
+
+
 def test_the_rows_of_a_wrong_function_are_read_off_the_results():
     def every_third(input, dim):
         rows = (torch.arange(len(input)) % 3 == 1)[:, None]

@@ -62,13 +62,20 @@ def _relation(
         if a is None:
             continue
         a = a[:, :, : b.shape[2]] if rows == _ALL else a[:, :, rows]
-        # a NaN is as wrong as can be, also where both calls give one
-        difference = (a.double() - b.double()).nan_to_num_(nan=torch.inf)
+        difference, same = between(a, b)
         part = 1.0 if rows == _ALL else a.shape[2] / getattr(first, name).shape[2]
         # two independent calls differ by √2 of one rounding; some rows have their share of squares
         norm = difference.flatten(2).square().sum(-1).sqrt().flatten() / (2 * part) ** 0.5
-        found.append(Relation(invariant, name, norm, float((a == b).double().mean())))
+        found.append(Relation(invariant, name, norm, float(same.double().mean())))
     return found
+
+
+def between(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The difference of two results, in fp64, and where they are the same: no number is as far as
+    can be from a number, and the same as none, which is judged where one call is.
+    """
+    same = (a == b) | (a.isnan() & b.isnan())
+    return (a.double() - b.double()).nan_to_num_(nan=torch.inf).masked_fill_(same, 0.0), same
 
 
 def _given(found: Result, names: Sequence[str] = TENSORS) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfulp.audit.inputs import Case
-from halfulp.audit.invariants import SHARED, Relation
+from halfulp.audit.invariants import SHARED, Relation, between
 from halfulp.operations import (
     STOCHASTIC,
     Operation,
@@ -144,10 +144,10 @@ def _compared(name: str, first: Tensors, second: Tensors) -> list[Relation]:
         a, b = first[tensor], second[tensor]
         if not a.is_floating_point() or a.shape != b.shape:
             continue
-        off = (a.double() - b.double()).nan_to_num_(nan=torch.inf)
+        off, same = between(a, b)
         # two independent calls differ by √2 of one rounding
         norm = off.flatten(1).square().sum(-1).sqrt() / 2**0.5
-        found.append(Relation(name, tensor, norm, float((a == b).double().mean())))
+        found.append(Relation(name, tensor, norm, float(same.double().mean())))
     return sorted(found, key=lambda relation: relation.tensor)
 
 

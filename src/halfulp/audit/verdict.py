@@ -336,6 +336,9 @@ def judge_relation(
         or relation.difference.numel() < 2
     ):
         return None
+    if lacking := int((~relation.difference.isfinite()).sum()):  # of which no mean is taken
+        text = f"one call gives no numbers where the other does; in {lacking} of"
+        return broken(f"{text} {relation.difference.numel()} {unit}", float("inf"))
     # the two calls round independently; their √2 is taken out in `Relation.difference`
     ratio = error_ratio(
         replace(stock, name=relation.invariant, error=relation.difference),

@@ -18,7 +18,7 @@ def define(step: Seam, x: Tensors, _: Options) -> Tensors:
     """T rows of D features."""
     gate = x["gate"].detach()
     sigmoid = step("_sigmoid", torch.sigmoid(gate))
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    slope = sigmoid * (1 + gate * step("_one_less", 1 - sigmoid))
     return gated(step, x, gate * sigmoid, slope)
 
 
