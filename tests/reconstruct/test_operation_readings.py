@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
+from halfulp.operations import drawn_calls, operation_named
 from halfulp.reconstruct.operation_asked import reconstruct_operation
 from halfulp.reconstruct.operation_mistakes import fitting
+from halfulp.reconstruct.operation_numbers import meant
 
 
 def norm(inverse):
@@ -194,3 +196,12 @@ def test_a_part_may_begin_at_any_index():
     here = torch.arange(24) >= 20
     assert "from 20 along T on" in [r.text for r in fitting("T", here, ~here)]
     assert "up to 3 along T" in [r.text for r in fitting("T", torch.arange(24) < 4, here)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_made_of_a_size_and_the_one_before_has_a_meaning(size):
+    linear, generator = operation_named("linear"), torch.Generator().manual_seed(0)
+    sizes = linear.sizes[0].with_(calls=1, N=size)
+    numbers = meant(drawn_calls(linear, linear.probes[0].name, sizes, "float32", generator))
+    assert numbers["(N − 1) / N"] == (size - 1) / size
+    assert numbers["N / (N − 1)"] == size / (size - 1)

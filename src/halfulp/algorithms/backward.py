@@ -40,7 +40,7 @@ def backward(
     dv = problem.undropped(dv)
     # summed before they are rounded: a key head that queries share has one rounding, not one a
     # query head
-    dk, dv = _sum_groups(dk, problem.groups), _sum_groups(dv, problem.groups)
+    dk, dv = sum_groups(dk, problem.groups), sum_groups(dv, problem.groups)
     return step("grad_query", dq), step("grad_key", dk), step("grad_value", dv)
 
 
@@ -253,6 +253,7 @@ def _add(total: Tensor, block: Tensor, step: Step) -> None:
         total.add_(block)
 
 
-def _sum_groups(grad: Tensor, groups: int) -> Tensor:
+def sum_groups(grad: Tensor, groups: int) -> Tensor:
+    """`[B, H, ...]` summed over the `groups` heads that share a key head: `[B, H_k, ...]`."""
     batch, heads, *rest = grad.shape
     return grad if groups == 1 else grad.reshape(batch, heads // groups, groups, *rest).sum(2)

@@ -240,7 +240,7 @@ def _shown(
         return None
     read = got.double()[..., : len(some)] / (torch.as_tensor(factor).double() * unit * call.scale)
     p, dp, delta, noise = _exact(asked)
-    exact, top = grad_scores_of(asked), p == p.amax(-1, keepdim=True)
+    exact, top = p * (dp - delta) * _slope(asked), p == p.amax(-1, keepdim=True)
     if by_keys:
         exact, p, dp, top = (x[..., some] for x in (exact, p, dp, top))
         return ReadScores(read, exact, p, dp, delta, noise, top)

@@ -280,7 +280,7 @@ def _with_operand(calls: OperationCalls, name: str, other: str, by: float, _: st
 _TIMES = (0.125, 0.25, 1 / 3, 3.0, 4.0, 8.0)
 
 
-def _meant(calls: OperationCalls) -> dict[str, float]:
+def meant(calls: OperationCalls) -> dict[str, float]:
     """Numbers that have a meaning: constants, and what is made of sizes and options."""
     found = dict(_CONSTANTS)
     for name, n in sizes_of(calls).items():
@@ -293,9 +293,9 @@ def _meant(calls: OperationCalls) -> dict[str, float]:
                 found |= {f"(1 − {name})": 1 - n, f"1 / (1 − {name})": 1 / (1 - n)}
             if n > 1:
                 found |= {f"{name} / ({name} − 1)": n / (n - 1)}
+                found |= {f"({name} − 1) / {name}": (n - 1) / n}
             if n > 2:  # of a base of angles whose context is so many times as long
                 found |= {f"{k}^({name} / ({name} − 2))": k ** (n / (n - 2)) for k in (2, 4, 8)}
-                found |= {f"({name} − 1) / {name}": (n - 1) / n}
     powers = {
         f"(1 − {b}^{n})": 1 - float(x) ** k
         for b, x in calls.options.items() for n, k in calls.options.items()
@@ -315,7 +315,7 @@ _CONSTANTS = {
 
 
 def _called(make: Make, name: str, calls: OperationCalls) -> Way:
-    return make(_meant(calls).get(name, math.nan), name)
+    return make(meant(calls).get(name, math.nan), name)
 
 
 def _fitted(trial: Trial, base: Rounding, make: Make, nothing: float, step: float) -> Iterator[Way]:
@@ -351,7 +351,7 @@ def numbered(trial: Trial, make: Make, found: float, off: float = 0.0) -> Iterat
     meaning.
     """
     # on other calls a number of meaning may be as good as 1, and is none here
-    known = {n: x for n, x in _meant(trial.calls).items() if abs(x - 1) > MEANT}
+    known = {n: x for n, x in meant(trial.calls).items() if abs(x - 1) > MEANT}
     near = {n: abs(x / found - 1) for n, x in known.items()} if found else {}
     short = float(f"{found:.2g}")  # as a person would have written it
     if found and abs(short / found - 1) < MEANT:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from halfulp.operations import OperationCalls, Tensors, sizes_of
 from halfulp.reconstruct.operation_mistakes import BLOCKS, LIMITS, padded
-from halfulp.reconstruct.operation_ways import OPERAND, Natural, Way, said, values_of_steps
+from halfulp.reconstruct.operation_ways import OPERAND, Natural, Way, put, said, values_of_steps
 
 
 def operand_ways(calls: OperationCalls) -> Iterator[Way]:
@@ -84,8 +84,7 @@ def overwritten(calls: OperationCalls) -> Iterator[Way]:
     """One value where another should be: what is stored where an operand or a step was, before that
     is read again, or is not made of it yet.
     """
-    given = {OPERAND + n: x[0].float() for n, x in calls.operands.items() if x.is_floating_point()}
-    values = given | values_of_steps(calls)
+    values = _held(calls)
     order = list(values)
     for name, own in values.items():
         for other, value in values.items():
@@ -99,11 +98,14 @@ def overwritten(calls: OperationCalls) -> Iterator[Way]:
 
 
 def _stands(name: str, other: str, calls: OperationCalls) -> Way:
-    given = {OPERAND + n: x[0].float() for n, x in calls.operands.items()}
-    value = (given | values_of_steps(calls)).get(other)
-    if value is None:
-        return Way("", "")
-    return Way("", "", {name: lambda x: value.to(x.dtype) if x.shape == value.shape else x})
+    value = _held(calls).get(other)
+    return Way("", "") if value is None else put(name, value)
+
+
+def _held(calls: OperationCalls) -> Tensors:
+    """Operands that have numbers, and steps, of the first call."""
+    given = {OPERAND + n: x[0].float() for n, x in calls.operands.items() if x.is_floating_point()}
+    return given | values_of_steps(calls)
 
 
 def _exchanged(first: str, second: str, found: Tensors) -> Tensors:

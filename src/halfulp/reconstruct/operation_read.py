@@ -22,7 +22,7 @@ from halfulp.operations import OperationCalls, Rounding
 from halfulp.reconstruct.operation_mistakes import cut, flushed, rounded
 from halfulp.reconstruct.operation_numbers import numbered, times, values_of, with_constant
 from halfulp.reconstruct.operation_trials import Trial
-from halfulp.reconstruct.operation_ways import OPERAND, RESULT, Way, said, shapes_of_steps
+from halfulp.reconstruct.operation_ways import OPERAND, RESULT, Way, put, said, shapes_of_steps
 
 BY = 0.05  # of its size, by which a step is moved to see what hangs on it
 UNKNOWNS = 0.6  # of the numbers that fail, which the values of such a step may be at most
@@ -253,7 +253,7 @@ def _solved(
     value, best = own, (0.0, own, own * 0)
     for _ in range(TURNS):
         by = BY * signs * torch.where(value == 0, size, value)
-        start, moved = (trial.emulated(base, (_put(name, x),)) for x in (value, value + by))
+        start, moved = (trial.emulated(base, (put(name, x),)) for x in (value, value + by))
         if start is None or moved is None:
             return None
         slope = along = torch.zeros(own.shape, dtype=torch.float64)
@@ -268,7 +268,7 @@ def _solved(
             return None
         moves = along / slope.clamp_min(1e-300)
         value = value + moves.clamp(-FARTHEST / BY, FARTHEST / BY) * by
-        made = trial.emulated(base, (_put(name, value),))
+        made = trial.emulated(base, (put(name, value),))
         if made is None:
             return None
         share = sum(1 - trial.left(made, n) / max(trial.errors[n], 1e-300) for n in of) / len(of)
@@ -277,10 +277,6 @@ def _solved(
         best = share, value, slope / by.square()
     share, value, shown = best
     return Read(name, own, value, shown, share)
-
-
-def _put(name: str, value: Tensor) -> Way:
-    return Way("", "", {name: lambda x: value.to(x.dtype) if x.shape == value.shape else x})
 
 
 def _summed_to(x: Tensor, shape: torch.Size) -> Tensor | None:

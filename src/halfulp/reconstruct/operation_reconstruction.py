@@ -52,13 +52,14 @@ def of_operation(
     # a panel's calls are in no order: what is off by a last bit is seldom what a kernel does; and
     # wrong numbers say more than that there are none
     numbers = any(t.relative > GROSS and not t.nonfinite for t in wrong)
-    many = max((t.relative for t in wrong if not _has_few_numbers(t)), default=0.0)
+    few = {id(t) for t in wrong if _has_few_numbers(t)}
+    many = max((t.relative for t in wrong if id(t) not in few), default=0.0)
     wrong.sort(
         key=lambda t: (
             bool(t.calls.manner),
             not trials and t.relative < SLIGHT * worst,
             numbers and (bool(t.nonfinite) or t.relative < GROSS),
-            _has_few_numbers(t) and GROSS * t.relative < many,
+            id(t) in few and GROSS * t.relative < many,
             t.relative > BEYOND,
         )
     )

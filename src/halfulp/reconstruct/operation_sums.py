@@ -185,21 +185,15 @@ def _sums_by(
             text = f"the sum over {of} is rounded to {own} after every {block} rows"
             rows.append(("grad-sum-low", text, partial(_sum_in_blocks, own=own, block=block)))
     last = partial(_by_number, lambda x: torch.cat([x[:-1] * 0, x[-1:]]))
-    first = partial(_by_number, lambda x: torch.cat([x[:1], x[1:] * 0]))
     mean = partial(_by_number, lambda x: x / len(x))
     rows += [
         ("term-missing", f"all but the last {of} are left out", last),
-        ("term-missing", f"all but the first {of} are left out", first),
-        *(
-            (
-                "term-missing",
-                f"all but the first {n} {of} are left out",
-                partial(_by_number, partial(_first_of, count=n)),
-            )
-            for n in _RUNS
-        ),
         ("factor", f"{of} are averaged: 1 / count times what it should be", mean),
     ]
+    for count in (1, *_RUNS):
+        some = f"{count} {of}" if count > 1 else of
+        first = partial(_by_number, partial(_first_of, count=count))
+        rows.append(("term-missing", f"all but the first {some} are left out", first))
     for cause, text, alter in rows:
         yield Way(cause, text, of_calls=partial(_indexed, name, alter))
 

@@ -206,6 +206,11 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
     return found
 
 
+def put(name: str, value: Tensor) -> Way:
+    """A step, or an operand, that is this value."""
+    return Way("", "", {name: lambda x: value.to(x.dtype) if x.shape == value.shape else x})
+
+
 def rare_ways(calls: OperationCalls) -> Iterator[Way]:
     """What is tried where nothing common explains."""
     own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms import golden
+from halfulp.algorithms.backward import sum_groups
 from halfulp.reconstruct.dataflow import grad_scores_of
 from halfulp.reconstruct.emulating import GRADIENTS
 from halfulp.reconstruct.evidence import Observed
@@ -21,8 +22,6 @@ from halfulp.reconstruct.ranges import ranges
 
 HALF = 0.5  # of an error, that what others' data changes, or others' rows hold, must be, and
 SHARED = 0.1  # of a result
-
-
 ALIKE = 0.98  # the cosine of a row or a feature with the one that it is
 
 
@@ -60,7 +59,7 @@ def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[st
     products = {"grad_query": ("V in place of K", ds, value), "grad_key": ("dO in place of Q",
                 ds.mT, do), "grad_value": ("Q in place of dO", p.mT, query)}  # fmt: skip
     told, left, operand = products[tensor]
-    other = _of_groups(left @ operand, call.groups if by_key else 1)
+    other = sum_groups(left @ operand, call.groups if by_key else 1)
     wide = min(other.shape[-1], observed.exact.shape[-1])
     features, _ = _those(observed, other, lambda x: x[..., :wide].flatten(0, 2), same=True)
     if len(features):
@@ -69,15 +68,10 @@ def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[st
         return "", ""
     whose, of = ("dV", p.mT @ do) if tensor == "grad_key" else ("dK", ds.mT @ query)
     rows, at = _those(
-        observed, _of_groups(of, call.groups), lambda x: x.mT.flatten(0, 2), same=False
+        observed, sum_groups(of, call.groups), lambda x: x.mT.flatten(0, 2), same=False
     )
     told = f"rows {ranges(rows)} are {ranges(at)} of {whose}"
     return (told, "other-data") if len(rows) else ("", "")
-
-
-def _of_groups(grad: Tensor, groups: int) -> Tensor:
-    """Summed over the heads that share a key head."""
-    return grad.reshape(len(grad), -1, groups, *grad.shape[2:]).sum(2)
 
 
 def _those(observed: Observed, other: Tensor, columns: Callable[[Tensor], Tensor], *,

@@ -116,13 +116,13 @@ def result_read(
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)
     rest = torch.where(observed.usable, observed.value - made, 0.0)
-    made_up = float(rest.square().sum()) > READ * observed.total
-    if (made_up or read.cause in _LOST) and observed.relative > LARGE:
+    elsewhere = float(rest.square().sum()) > READ * observed.total
+    if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)
         if own is not None:
             return own
-    if made_up:
+    if elsewhere:
         return _after_weights(emulator, model, trial, None, tensor)
     if backward and how.kind in ("tail", "rows") and _twice(weights, exact, how):
         return Read(f"P is twice what it should be{how.where}, which are counted twice", "")

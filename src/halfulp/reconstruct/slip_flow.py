@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from halfulp.algorithms.backward import sum_groups
 from halfulp.reconstruct.emulating import GRADIENTS
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, JOINT, Memory, Slip, Tile
@@ -232,6 +233,6 @@ class Flow:
                          [(slice(0, self.n), t) for t in self.cols])  # fmt: skip
                 x = torch.cat([self.at(stage, x[:, :, t[stage != "dq"]], *t) for t in tiles], 2)
             if stage != "dq" and self.groups > 1:
-                x = x.reshape(x.shape[0], -1, self.groups, *x.shape[2:]).sum(2)
+                x = sum_groups(x, self.groups)
             total[name] = x[:, :, : self.n if stage == "dq" else self.nk]
         return total

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.backward import sum_groups
 from halfulp.calls import Call
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.keys_read import in_their_place
@@ -84,9 +85,7 @@ def weighed(trial: Trial, weights: Tensor, backward: bool) -> Tensor:
     call = trial.call
     if not backward:
         return weights @ call.value.double().repeat_interleave(call.groups, 1)
-    each = weights.mT @ trial.grad_out.double()
-    b, _, *rest_of = each.shape
-    return each.reshape(b, -1, call.groups, *rest_of).sum(2)
+    return sum_groups(weights.mT @ trial.grad_out.double(), call.groups)
 
 
 def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
