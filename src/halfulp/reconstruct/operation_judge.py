@@ -4,6 +4,7 @@ tried by themselves, several together, in regions, and held against the other ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
@@ -107,7 +108,7 @@ class Judge:
         known = 1.0 if self._sure(found) else self._roundings_share(found, tried)
         explained = known >= DO
         if self.thorough and known < ALMOST:
-            more = self._further(bases, found, not explained)
+            more = self._further(bases, found, explained)
             tried = _both([*more, *found])
             found += more
         return self._named(found, tried, explained, start)
@@ -180,7 +181,7 @@ class Judge:
 
     def _with_another(self, base: Rounding, way: Way) -> tuple[Way, ...]:
         """With what explains the worst of the calls that a way does not explain."""
-        rest = [t for t in self.others if t.failing and t.share(base, (way,)) < EXPLAINS]
+        rest = [t for t in self.held.as_bad if t.share(base, (way,)) < EXPLAINS]
         worst = max(rest, key=lambda t: (not t.nonfinite, t.relative), default=None)
         if worst is None:
             return (way,)
@@ -284,33 +285,41 @@ class Judge:
             share, chosen = risen, (*chosen, way)
         return share, chosen
 
-    def _further(self, bases: list[Rounding], found: list[_Tried], parts: bool) -> list[_Tried]:
-        """What is tried where no common way explains: ways in a region alone, numbers that fit."""
-        base, seen, calls = bases[0], visible_regions(self.trial), self.trial.calls
-        more = self._in_read(found) if parts else []
-        where = seen[0] if seen else None
-        numbers = [(of, None) for of in bases] + [(of, where) for of in bases if where is not None]
-        stages = (
-            *((of, block_mistakes(calls, of), Natural.COMMON) for of in bases),
-            (base, rewritten_ways(calls), Natural.FORMULA),
-            (base, read_ways(self.trial, base, self.others), Natural.FORMULA),
-            *((of, further_ways(self.trial, of, part), Natural.NUMBER) for of, part in numbers),
-            (base, rare_ways(calls), Natural.RARE),
-            (base, filled_up(calls), Natural.RARE),
-            (base, function_ways(self.trial, base, self.others), Natural.RARE),
-        )
-        for of, rarer, natural in stages:
+    def _further(self, bases: list[Rounding], found: list[_Tried], explained: bool) -> list[_Tried]:
+        """What is tried where no common way explains: ways in a region alone, numbers that fit;
+        where roundings do, though not wholly, other formulas alone.
+        """
+        base, calls = bases[0], self.trial.calls
+        more = [] if explained else self._in_read(found)
+        for of, rarer, natural in self._stages(bases, explained):
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), replace(way, natural=natural)))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
+        if explained:
+            return more
         if not self._sure(more):
             others = [(base, *self.trial.best(base, (), way)) for way in overwritten(calls)]
             more, found = more + others, found + others
-        if parts and not self._sure(more):
+        if not self._sure(more):
             more += self._in_read(more)
-        if parts and not self._sure(more):
+        if not self._sure(more):
             more += self._hidden(base, found)
         return more
+
+    def _stages(
+        self, bases: list[Rounding], explained: bool
+    ) -> Iterator[tuple[Rounding, Iterable[Way], Natural]]:
+        """Ways that are not common, in the order in which they are tried."""
+        base, trial, calls = bases[0], self.trial, self.trial.calls
+        yield from ((of, block_mistakes(calls, of), Natural.COMMON) for of in bases)
+        yield base, rewritten_ways(calls), Natural.FORMULA
+        yield base, read_ways(trial, base, self.others), Natural.FORMULA
+        if not explained:
+            for part in (None, *visible_regions(trial)[:1]):
+                yield from ((of, further_ways(trial, of, part), Natural.NUMBER) for of in bases)
+            yield base, rare_ways(calls), Natural.RARE
+            yield base, filled_up(calls), Natural.RARE
+        yield base, function_ways(trial, base, self.others), Natural.RARE
 
     def _sure(self, found: list[_Tried]) -> bool:
         """Whether one leaves no more than rounding may make, and is wrong on no other call."""

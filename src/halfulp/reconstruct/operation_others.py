@@ -38,10 +38,14 @@ class Others:
 
     def predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The mean share of the error that ways explain on the other calls that fail as badly."""
-        others = [t for t in self.trials if t.failing and t.knows(chosen)]
-        weighed = [(w, t) for t in others if (w := self._weight(t)) >= BADLY]
+        weighed = [(self._weight(t), t) for t in self.as_bad if t.knows(chosen)]
         whole = sum(weight for weight, _ in weighed)
         return sum(w * self._share(t, base, chosen) for w, t in weighed) / whole if whole else 1.0
+
+    @property
+    def as_bad(self) -> list[Trial]:
+        """The other calls that fail about as badly, or worse."""
+        return [t for t in self.trials if t.failing and self._weight(t) >= BADLY]
 
     def _share(self, other: Trial, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """What ways explain together, or one of them where the others do not show."""

@@ -155,19 +155,30 @@ class Trial:
         both = self.emulated(base, (*chosen, way))
         if not chosen:
             self._keep_likeness(base, way, both)
-        found = (self.of(both), way)
         if self._random(way) and not self._same(both):
             return -1.0, way
-        if both is None or not self.calls.grads:
+        if both is None:
+            return -1.0, way
+        with_it = self._scores(both)
+        found = (self._of_scores(with_it), way)
+        without = self._scores_without(base, chosen) if self.calls.grads else None
+        if without is None:
             return found
-        none = self.emulated(base, chosen)
         gradients = [n for n in self.kernel if n.startswith("grad_")]
         for alone in ("forward", "backward", *(gradients if len(gradients) > 1 else ())):
             one = replace(way, alone=alone)
-            mixed = none and {n: (both if one.reaches(n) else none)[n] for n in both}
-            if mixed is not None and (share := self.of(mixed)) > found[0] + ONE_PASS:
+            mixed = {n: (with_it if one.reaches(n) else without)[n] for n in with_it}
+            if (share := self._of_scores(mixed)) > found[0] + ONE_PASS:
                 found = (share, one)
         return found
+
+    def _scores_without(self, base: Rounding, chosen: tuple[Way, ...]) -> dict[str, float] | None:
+        """The scores of what a further way is tried beside, once for all of these."""
+        key = ("scores", self.failing, base.name, *map(str, chosen))
+        if key not in self.known:
+            none = self.emulated(base, chosen)
+            self.known[key] = None if none is None else self._scores(none)
+        return self.known[key]  # type: ignore[no-any-return]
 
     def _forward(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The most that ways can explain, by the forward pass alone where nothing else fails: half
@@ -251,18 +262,27 @@ class Trial:
 
     def of(self, emulated: Tensors | None) -> float:
         """The share of an emulation."""
-        if emulated is None:
-            return -1.0
-        shares, wrong = [], []
+        return -1.0 if emulated is None else self._of_scores(self._scores(emulated))
+
+    def _scores(self, emulated: Tensors) -> dict[str, float]:
+        """Of every tensor that fails the share of its error that an emulation explains, of every
+        other how wrong it is made.
+        """
+        scores: dict[str, float] = {}
         for name, error in self.errors.items():
             left = self.left(emulated, name)
             if name in self.failing:
-                shares.append(max(-1.0, 1 - left / max(error, 1e-300)))
+                scores[name] = max(-1.0, 1 - left / max(error, 1e-300))
             elif left > 4 * max(error, self.rounding[name]):
                 size = max(square(self.exact[name]), 1e-300)
-                wrong.append(min(1.0, 10 * left / size) if self.failing else 1.0)
+                scores[name] = min(1.0, 10 * left / size) if self.failing else 1.0
             else:
-                wrong.append(0.0)
+                scores[name] = 0.0
+        return scores
+
+    def _of_scores(self, scores: dict[str, float]) -> float:
+        shares = [scores[name] for name in self.failing if name in scores]
+        wrong = [score for name, score in scores.items() if name not in self.failing]
         found = sum(shares) / len(shares) if shares else 0.0
         return found - sum(wrong) / max(1, len(wrong))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfulp.operations.operation_data import (
@@ -76,6 +77,23 @@ RELATED = {
         partial(define, decoupled=False),
     )
 }
+
+
+def _as_torch(step: Seam, x: Tensors, o: Options) -> Tensors:
+    """The same as torch.optim.AdamW has it, whose operators round once where two would twice."""
+    param, first, second = x["param"], x["exp_avg"], x["exp_avg_sq"]
+    for number, grad in enumerate(x["grads"], o["step"]):
+        param = step("_decayed", param * (1 - o["lr"] * o["weight_decay"]))
+        first = step("first", torch.lerp(first, grad, 1 - o["beta1"]))
+        second = torch.addcmul(o["beta2"] * second, grad, grad, value=1 - o["beta2"])
+        root = step("second", second).sqrt() / (1 - o["beta2"] ** number) ** 0.5
+        size, rate = step("_size", root + o["eps"]), o["lr"] / (1 - o["beta1"] ** number)
+        param = step("stored", torch.addcdiv(param, first, size, value=-rate))
+    update = step("returned", param) - x["param"]
+    return {**_with_means(update), "exp_avg": first, "exp_avg_sq": second}
+
+
+EAGER = (define, _as_torch)
 
 
 def _with_means(update: Tensor) -> Tensors:
