@@ -32,9 +32,10 @@ CONFIG = RunConfig(
 )
 
 PROCESS = """
-import json, sys
+import faulthandler, json, os, sys
 from pathlib import Path
 import torch
+faulthandler.enable()  # of an abort, where it was
 from halfulp.training.distributed import world
 from halfulp.training.loop import train
 from halfulp.training.run_json import config_from_dict
@@ -46,6 +47,8 @@ with world("ddp", "cpu"):  # one group for all of them
         train(config, out / f"{parallel}-half", parallel=parallel, stop=half)
         train(config, out / parallel, parallel=parallel)
 assert not torch.distributed.is_initialized()
+# what DDP and FSDP import keeps the group, and its threads have aborted an interpreter that ends
+os._exit(0)
 """
 
 
