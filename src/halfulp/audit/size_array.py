@@ -35,8 +35,10 @@ shows, all with a bias.
 ASKS = ("no-option", "sinks", "softcap", "window")
 """Options; no window where queries are not as many as keys, for kernels begin it at either end."""
 
-SCORES = ("plain", "sharp", "rising", "late", "negative")
-"""How scores lie; late: those of the first tile lie 88 and more below the rest."""
+SCORES = ("plain", "sharp", "rising", "late", "negative", "abyss")
+"""How scores lie; late: those of the first tile lie 88 and more below the rest; abyss: all lie below
+−10⁴, which kernels take for −∞.
+"""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     # at the borders of tiles of 16 to 128 keys, short of them and past them
@@ -185,6 +187,7 @@ _SCORES: dict[str, Draw] = {
     "rising": draws.rising,
     "late": _late,
     "negative": draws.level(-30.0),
+    "abyss": draws.level(-12_000.0),
 }
 
 
