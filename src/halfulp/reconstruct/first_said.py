@@ -1,5 +1,6 @@
 """What the kernel's results say without a search, and what stands before all that one finds: equal
-calls that differ, parts of the keys merged with other weights, rows that lack their maximum.
+calls that differ, parts of the keys merged with other weights, rows that lack their maximum or lie
+below what stands for −∞.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from dataclasses import replace
 
 import torch
 
+from halfulp.algorithms import golden
 from halfulp.calls import Result
+from halfulp.operations import DTYPES
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import SHORT, TENSORS, Emulator, Model
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
-from halfulp.reconstruct.panel import Run, Trial
+from halfulp.reconstruct.panel import Run, Trial, lying_at
 from halfulp.reconstruct.parts_read import merged
 from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.suggested import vanished
@@ -25,6 +28,8 @@ _SURER = (STRUCTURE - {"unwritten", "elements"}) | {
     "maximum", "mask", "window", "sinks", "softcap", "scale", "dropout", "reciprocal",
 }  # fmt: skip
 """What is read, or explains O, and no weights of parts replace, which fit anything."""
+FAR, NEAR = -12_000.0, -150.0  # scores that no trial has, and that one has
+NEAR_MEAN = 0.05  # of its distance from the exact one, by which a row of O is a mean of V
 EVERY_SO_MANY = 2  # of the trials one is asked again
 RANDOM = 3.0  # times stock's error: what two equal calls differ by is no rounding at random
 
@@ -35,7 +40,40 @@ def first_said(
     """The reconstruction with these causes before its own; equal calls differ by `moved`."""
     if told := vanished(emulator):
         found = _without_maximum(found, told)
+    elif not any(n.function for n in found.causes) and not any(p.was_read for p in found.places):
+        found = _with_floor(found, emulator.run)
     return _with_unstable(_with_parts(found, emulator), emulator, moved)
+
+
+def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
+    """Asked of scores further below 0 than any trial's: rows of them see nothing where a finite
+    number stands for −∞.
+    """
+    dtype = DTYPES[found.dtype]
+    if not _sees_nothing(run, lying_at(FAR, dtype)):
+        return found
+    low, high = FAR, NEAR
+    while low / high > 1.05:
+        middle = -math.sqrt(low * high)
+        seen = not _sees_nothing(run, lying_at(middle, dtype))
+        low, high = (low, middle) if seen else (middle, high)
+    before = low / lying_at(low, dtype).call.scale
+    text = f"O is 0, not finite or the mean of V in rows whose scores lie below {low:.2g}"
+    text = f"{text}, {before:.2g} before their scale"
+    first = Named(CAUSES["mask-finite"], text, math.inf, "out", "", 1.0, located=True,
+                  function=True)  # fmt: skip
+    return replace(found, causes=(first, *found.causes))
+
+
+def _sees_nothing(run: Run, trial: Trial) -> bool:
+    result = run(trial)
+    if result is None:
+        return False
+    out, exact = result.out.double(), golden(trial.call).out
+    mean = trial.call.value.double().mean(2, keepdim=True).expand_as(exact)
+    gone = ~out.isfinite().all(-1) | (out == 0).all(-1)
+    gone |= (out - mean).norm(dim=-1) < NEAR_MEAN * (exact - mean).norm(dim=-1)
+    return bool(gone.double().mean() > 0.5)
 
 
 def called_twice(run: Run, observed: Mapping[Trial, Result]) -> dict[tuple[str, str], float]:

@@ -308,6 +308,18 @@ def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> 
     return Trial(name, call, x["grad_out"].to(dtype), about)
 
 
+def lying_at(level: float, dtype: torch.dtype) -> Trial:
+    """A small call of which every score lies around `level`, below 0, by one feature."""
+
+    def draw(g: torch.Generator) -> dict[str, Any]:
+        x = _operands(g, (1, 2, 2), (16, 16), (64, 64))
+        root = math.sqrt(-level * math.sqrt(64))
+        x["query"][..., 0], x["key"][..., 0] = root, -root
+        return x
+
+    return _trial(f"at {level:g}", f"scores around {level:g}", draw, dtype, 0)
+
+
 def some_heads(trial: Trial, most: int) -> Trial:
     """The first heads of the first sequence, at most so many, whole groups, of a large trial; masks
     go along.
