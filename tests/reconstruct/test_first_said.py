@@ -1,5 +1,7 @@
 """What stands first: calls that differ though they are equal, by more than rounding."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,9 @@ from halfulp.reconstruct import CAUSES
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.first_said import called_twice, first_said
 from halfulp.reconstruct.found import Reconstruction
+from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.panel import panel
+from halfulp.reconstruct.places import Place
 
 ASKED = panel(torch.bfloat16)[:3]
 
@@ -67,3 +71,28 @@ def test_a_number_for_minus_infinity_is_read_where_scores_lie_below_it(gone):
     assert [n.cause.key for n in found.causes] == ["mask-finite"] * (gone != "none")
     for told in (n.text.partition("scores lie below ")[2] for n in found.causes):
         assert float(told.partition(",")[0]) == pytest.approx(-3000, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("read", "gone", "left"),
+    [
+        ("lse-other", ("grad_query", "grad_key", "grad_value"), []),
+        ("lse-other", ("grad_query",), ["grad-tail"]),
+        ("delta", ("grad_query", "grad_key", "grad_value"), ["grad-tail"]),
+    ],
+)
+def test_gradients_without_a_weight_are_not_unwritten_where_rows_have_anothers_lse(
+    read, gone, left
+):
+    grouped = next(t for t in panel(torch.bfloat16) if t.name == "grouped")
+    exact = golden(grouped.call, grouped.grad_out)
+    given = {name: getattr(exact, name).clone() for name in ("out", "grad_key", "grad_value")}
+    given["grad_query"] = exact.grad_query.clone()
+    for name in gone:
+        given[name][1] = 0.0
+    result = Result(**{name: x.bfloat16() for name, x in given.items()})
+    cause = Named(CAUSES["grad-tail"], "never written", 9.0, "grad_query", "grouped", 1.0)
+    place = Place("grad_query", "grouped", "", read, 1.0, 9.0, was_read=True)
+    found = replace(known_to_be((place,)), causes=(cause,))
+    found = first_said(found, Emulator({grouped: result}, lambda _: None), {})
+    assert [n.cause.key for n in found.causes] == left

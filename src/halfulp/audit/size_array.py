@@ -36,8 +36,8 @@ ASKS = ("no-option", "sinks", "softcap", "window")
 """Options; no window where queries are not as many as keys, for kernels begin it at either end."""
 
 SCORES = ("plain", "sharp", "rising", "late", "negative", "abyss")
-"""How scores lie; late: those of the first tile lie 88 and more below the rest; abyss: all lie below
-−10⁴, which kernels take for −∞.
+"""How scores lie; late: those of the first tile lie 88 and more below the rest; abyss: all lie
+below −10⁴, which kernels take for −∞.
 """
 
 FACTORS: dict[str, tuple[Any, ...]] = {

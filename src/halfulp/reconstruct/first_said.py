@@ -15,7 +15,7 @@ from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.operations import DTYPES
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.emulating import SHORT, TENSORS, Emulator, Model
+from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Emulator, Model
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
 from halfulp.reconstruct.panel import Run, Trial, lying_at
@@ -38,11 +38,35 @@ def first_said(
     found: Reconstruction, emulator: Emulator, moved: Mapping[tuple[str, str], float]
 ) -> Reconstruction:
     """The reconstruction with these causes before its own; equal calls differ by `moved`."""
+    found = _without_weights(found, emulator)
     if told := vanished(emulator):
         found = _without_maximum(found, told)
     elif not any(n.function for n in found.causes) and not any(p.was_read for p in found.places):
         found = _with_floor(found, emulator.run)
     return _with_unstable(_with_parts(found, emulator), emulator, moved)
+
+
+def _without_weights(found: Reconstruction, emulator: Emulator) -> Reconstruction:
+    """Where rows have another's lse on some calls, gradients that are all 0 in the same heads were
+    written on the others: of an lse that lies beyond the end there is no weight left.
+    """
+    if not any(p.cause == "lse-other" and p.was_read for p in found.places):
+        return found
+    causes = [n for n in found.causes
+              if n.cause.key not in ("unwritten", "grad-tail")
+              or not _no_weights(emulator, n.trial)]  # fmt: skip
+    return replace(found, causes=tuple(causes))
+
+
+def _no_weights(emulator: Emulator, trial: str) -> bool:
+    """Whether all three gradients are 0 in the same heads, and these alone."""
+    some = [emulator.observed.get((trial, name)) for name in GRADIENTS]
+    zero = [(o.value == 0).all(-1).all(-1) & (o.exact != 0).any(-1).any(-1) for o in some if o]
+    if len(zero) < len(some):
+        return False
+    b, key_heads = zero[1].shape
+    zero[0] = zero[0].view(b, key_heads, -1).all(-1)
+    return bool(zero[0].any()) and all(torch.equal(zero[0], one) for one in zero[1:])
 
 
 def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
