@@ -96,3 +96,22 @@ def test_gradients_without_a_weight_are_not_unwritten_where_rows_have_anothers_l
     found = replace(known_to_be((place,)), causes=(cause,))
     found = first_said(found, Emulator({grouped: result}, lambda _: None), {})
     assert [n.cause.key for n in found.causes] == left
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tensor", ["out", "grad_value", "none"])
+def test_bits_of_the_other_format_are_told(dtype, tensor):
+    other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}[dtype]
+
+    def run(trial):
+        exact = golden(trial.call, trial.grad_out)
+        given = {n: getattr(exact, n) for n in ("out", "grad_query", "grad_key", "grad_value")}
+        made = {n: x.to(other).view(dtype) if n == tensor else x.to(dtype)
+                for n, x in given.items()}  # fmt: skip
+        return Result(**made)
+
+    observed = {trial: run(trial) for trial in panel(dtype)[:3]}
+    found = replace(known_to_be(()), dtype=str(dtype).removeprefix("torch."))
+    found = first_said(found, Emulator(observed, run), {})
+    assert [n.cause.key for n in found.causes] == ["layout"] * (tensor != "none")
+    assert all(n.tensor == tensor for n in found.causes)

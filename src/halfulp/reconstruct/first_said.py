@@ -1,6 +1,6 @@
 """What the kernel's results say without a search, and what stands before all that one finds: equal
 calls that differ, parts of the keys merged with other weights, rows that lack their maximum or lie
-below what stands for −∞.
+below what stands for −∞, bits of another format.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _SURER = (STRUCTURE - {"unwritten", "elements"}) | {
 """What is read, or explains O, and no weights of parts replace, which fit anything."""
 FAR, NEAR = -12_000.0, -150.0  # scores that no trial has, and that one has
 NEAR_MEAN = 0.05  # of its distance from the exact one, by which a row of O is a mean of V
+SAME = 1e-3  # of an error, that is left of it where bits are another format's
 EVERY_SO_MANY = 2  # of the trials one is asked again
 RANDOM = 3.0  # times stock's error: what two equal calls differ by is no rounding at random
 
@@ -43,7 +44,8 @@ def first_said(
         found = _without_maximum(found, told)
     elif not any(n.function for n in found.causes) and not any(p.was_read for p in found.places):
         found = _with_floor(found, emulator.run)
-    return _with_unstable(_with_parts(found, emulator), emulator, moved)
+    found = _with_other_bits(_with_parts(found, emulator), emulator)
+    return _with_unstable(found, emulator, moved)
 
 
 def _without_weights(found: Reconstruction, emulator: Emulator) -> Reconstruction:
@@ -141,6 +143,27 @@ def _with_parts(found: Reconstruction, emulator: Emulator) -> Reconstruction:
     first = Named(CAUSES["split-merge"], text, times, "out", trial, 1.0, located=True,
                   function=True)  # fmt: skip
     return replace(found, causes=(first, *found.causes))
+
+
+_OTHER = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
+
+
+def _with_other_bits(found: Reconstruction, emulator: Emulator) -> Reconstruction:
+    """A result of 16 bits that is right when they are read as those of the other format."""
+    own = DTYPES[found.dtype]
+    for (trial, tensor), seen in emulator.observed.items():
+        if own not in _OTHER or tensor == "lse" or trial == "small":
+            continue
+        right = seen.value.to(own).contiguous().view(_OTHER[own]).double()
+        off, left = (float((x - seen.exact).square().sum()) for x in (seen.value, right))
+        if left < SAME * off:
+            names = [str(x).removeprefix("torch.") for x in (_OTHER[own], own)]
+            text = f"{SHORT[tensor]} holds the bits of {names[0]} in a buffer of {names[1]}"
+            causes = [n for n in found.causes if n.tensor != tensor]
+            first = Named(CAUSES["layout"], text, math.inf, tensor, trial, 1 - left / off,
+                          located=True, function=True)  # fmt: skip
+            return replace(found, causes=(first, *causes))
+    return found
 
 
 def _with_unstable(
