@@ -37,6 +37,11 @@ def in_parts(part_of, weigh):
     return out
 
 
+def counted_twice(own):
+    twice = own * torch.tensor([1.0, 2.0, 1.0])
+    return twice / twice.sum(-1, keepdim=True)
+
+
 def by_the_next_ones_sum(own):
     return own.roll(1, -1)
 
@@ -60,6 +65,7 @@ def test_parts_with_other_weights_are_told(part_of, weigh, told):
         lambda trial: golden(trial.call, trial.grad_out).out,
         lambda trial: golden(trial.call, trial.grad_out).out * 1.5,
         lambda trial: golden(replace(trial.call, scale=0.1), trial.grad_out).out,
+        in_parts(lambda j: j // 64 % 3, counted_twice),
     ],
 )
 def test_what_is_right_or_wrong_as_a_whole_has_no_parts(out_of):

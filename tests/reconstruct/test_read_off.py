@@ -43,6 +43,13 @@ def with_zeros(name, count):
     return torch.nn.functional.pad(scores, (0, count)).softmax(-1)[..., : scores.shape[-1]]
 
 
+def seen_twice(name, start, stop):
+    """Weights where a last block is moved back over keys that have been counted."""
+    keys = torch.arange(exact(name).shape[-1])
+    weights = exact(name) * (1 + ((keys >= start) & (keys < stop)))
+    return weights / weights.sum(-1, keepdim=True)
+
+
 def seeing_one_more(name):
     call = TRIALS[name].call
     call = replace(call, sees=replace(call.sees, offset=1))
@@ -60,6 +67,7 @@ def seeing_one_more(name):
         ("plain", exact("plain") * (1 + (torch.arange(192) >= 176)), "key-tail", "2 ×"),
         ("plain", with_zeros("plain", 9), "padding", "9 keys of score 0"),
         ("plain", exact("plain") * (1 + (torch.arange(192) >= 96)), "split-merge", "96-191"),
+        ("plain", seen_twice("plain", 64, 96), "other-data", "keys 64-95 of 192 have 2 ×"),
         ("plain", exact("plain").masked_fill(exact("plain") < 1e-3, 0), "weights", "are 0"),
         ("plain", dropped("plain"), "dropout", "of the pairs, wherever they are"),
         (

@@ -88,7 +88,7 @@ def merged(emulator: Emulator) -> tuple[str, str] | None:
     observed, trial = emulator.observed[shown, "out"], emulator.trials[shown]
     weights = weights_of(trial.call, scores_of(trial.call))
     part = rule.of(weights.shape[-1])
-    if part is None or _left_out(trial, observed, weights, part):
+    if part is None or _counted(trial, observed, weights, part):
         return None
     return shown, rule.text
 
@@ -110,10 +110,16 @@ def _by_tiles(emulator: Emulator, shares: Mapping[str, float]) -> bool:
     return any(2 * sum(found) > len(found) for found in better.values())
 
 
-def _left_out(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> bool:
-    """Whether parts have no weight in some rows, and all others one factor: nothing is merged."""
+def _counted(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> bool:
+    """Whether parts have no weight in some rows, and all others one factor, or one has twice the
+    others' in every row: keys are left out, or counted twice, and nothing is merged.
+    """
     factor = _solved(trial, observed, weights, part)[1]
     shares = torch.stack([weights[..., part == p].sum(-1) for p in range(int(part.max()) + 1)], -1)
+    known = (shares > CLEAR).all(-1)
+    most, least = factor[known].amax(-1), factor[known].amin(-1)
+    if len(most) and float((most / least - 2).abs().quantile(0.9)) < 2 * CLEAR:
+        return True
     factor = factor[shares > CLEAR]
     gone = factor.abs() < CLEAR
     kept = factor[~gone]
