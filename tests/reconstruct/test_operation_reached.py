@@ -37,7 +37,7 @@ def asked(kernel, op, probe, **sizes):
     calls = drawn_calls(operation, probe, sizes, "float32", torch.Generator().manual_seed(0))
     one = trial(run, calls, None)
     found = reached(run, one) if one is not None and one.failing else None
-    return found and tuple(found)
+    return found and found[:2]
 
 
 def halves_in_pairs(input, *, format: Literal["mxfp4"]):

@@ -360,15 +360,14 @@ class Judge:
         own = [one for one in found if one[2].region is None and one[2].may_be_in_part]
         likely = sorted(own, key=lambda one: -self.trial.like(one[0], one[2]))[:LIKELY]
         # a first or last few would show
-        groups = [
-            g for g in groups_of(self.trial.calls) if g[0].text.startswith(("past", "where", "in"))
-        ]
+        kinds = ("tail", "modulo", "half")
+        groups = [g for g in groups_of(self.trial.calls) if g[0].kind in kinds]
         more: list[_Tried] = []
         for of, _, way in likely:
             if self.trial.like(of, way) > LIKE:
                 more += [self._tried(of, way, r) for r in hidden_regions(self.trial, of, way)]
                 more += self._in_groups(of, way, groups, WHOLLY)
-        tails = [g for g in groups if g[0].text.startswith("past")]
+        tails = [g for g in groups if g[0].kind == "tail"]
         often = {str(w): w for of, _, w in found if w.cause in AT_TAILS and of is base}
         if tails and not self._whole(more):
             for way in often.values():

@@ -63,6 +63,9 @@ class Region(NamedTuple):
     text: str
     symbol: str
     rule: Callable[[int], Tensor]  # of so many, which
+    kind: str = (
+        ""  # "tail" of what no whole block covers, "modulo", "half", "first", "last", "rest"
+    )
 
     def mask(self, shape: torch.Size, sizes: dict[str, int]) -> Tensor | None:
         """What of a tensor is in it; None where no dimension is of that length. Of two that are, it
@@ -88,21 +91,23 @@ def _past(block: int, n: int) -> Tensor:
 
 def regions(symbol: str) -> Iterator[Region]:
     """Parts that kernels treat otherwise: ends, every second, first and last blocks."""
-    yield Region(f"where {symbol} is odd", symbol, lambda n: torch.arange(n) % 2 == 1)
-    yield Region(f"where {symbol} is even", symbol, lambda n: torch.arange(n) % 2 == 0)
+    odd, even = (partial(lambda of, n: torch.arange(n) % 2 == of, of) for of in (1, 0))
+    yield Region(f"where {symbol} is odd", symbol, odd, "modulo")
+    yield Region(f"where {symbol} is even", symbol, even, "modulo")
     for block in (4, 8, 16, 32, 64, 128):
         rule = partial(_past, block)
-        yield Region(f"past the last whole {block} along {symbol}", symbol, rule)
-    yield Region(f"in the last half along {symbol}", symbol, lambda n: torch.arange(n) >= n // 2)
-    yield Region(f"in the first half along {symbol}", symbol, lambda n: torch.arange(n) < n // 2)
+        yield Region(f"past the last whole {block} along {symbol}", symbol, rule, "tail")
+    late, early = (lambda n: torch.arange(n) >= n // 2), (lambda n: torch.arange(n) < n // 2)
+    yield Region(f"in the last half along {symbol}", symbol, late, "half")
+    yield Region(f"in the first half along {symbol}", symbol, early, "half")
     for count in (1, 2, 4, 8, 16, 32, 64):
         these = f"{count} along {symbol}" if count > 1 else f"along {symbol}"
         first = partial(lambda c, n: torch.arange(n) < c, count)
         last = partial(lambda c, n: torch.arange(n) >= n - c, count)
         rest = partial(lambda c, n: torch.arange(n) >= c, count)
-        yield Region(f"at the first {these}", symbol, first)
-        yield Region(f"at the last {these}", symbol, last)
-        yield Region(f"after the first {these}", symbol, rest)
+        yield Region(f"at the first {these}", symbol, first, "first")
+        yield Region(f"at the last {these}", symbol, last, "last")
+        yield Region(f"after the first {these}", symbol, rest, "rest")
 
 
 def fitting(symbol: str, here: Tensor, clean: Tensor) -> list[Region]:
@@ -116,7 +121,7 @@ def fitting(symbol: str, here: Tensor, clean: Tensor) -> list[Region]:
             low, high = seen[0], seen[-1]
             of = f"{low} to {high}" if low < high else f"{low}"
             rule = partial(_of_every, block, low, high)
-            every.append(Region(f"where {symbol} modulo {block} is {of}", symbol, rule))
+            every.append(Region(f"where {symbol} modulo {block} is {of}", symbol, rule, "modulo"))
     places = here.nonzero()[:, 0]
     if len(places):
         first, last = int(places[0]), int(places[-1])

@@ -40,6 +40,7 @@ class Reached(NamedTuple):
 
     cause: str  # its key in `CAUSES`
     text: str
+    each: bool = False  # whether each index has another's data, no two the same
 
 
 def reached(run: Run, one: Trial, signs: bool = False) -> Reached | None:
@@ -68,8 +69,7 @@ def reached(run: Run, one: Trial, signs: bool = False) -> Reached | None:
     first = min(told, key=lambda x: _ORDER.index(x.cause), default=None)
     # where another's data stands results also grow otherwise; one index that all hang on is such as
     # holds their largest
-    others = first is not None and "of what lies" in first.text and "lies at" not in first.text
-    return first if others else _powers(run, one, failing) or first
+    return first if first is not None and first.each else _powers(run, one, failing) or first
 
 
 _ORDER = ("neighbor", "end", "term-missing")  # what says more before what says less
@@ -154,9 +154,9 @@ class _Map:
         if not bool(found.any()):
             yield from self._lost()
         elif self.symbol == self.along and not bool((self.due > least).fill_diagonal_(False).any()):
-            yield Reached("neighbor", self._of_others(found))
+            yield self._of_others(found)
 
-    def _of_others(self, found: Tensor) -> str:
+    def _of_others(self, found: Tensor) -> Reached:
         """Whose data some indices have, where each is due its own alone."""
         columns = found.any(0)
         indices, index, length = columns.nonzero()[:, 0], int(columns.nonzero()[0, 0]), len(columns)
@@ -164,16 +164,18 @@ class _Map:
         beside = " beside its own" if bool(own[columns].any()) else ""
         sources = found[:, index].nonzero()[:, 0]
         rules = [
-            text
+            (text, len(torch.unique(at)) == length)
             for text, at in moved(torch.arange(length), length, self.symbol, index, sources)
             if text and bool(found[at[indices], indices].all())
         ]
         example = f"at {index} along {self.along} of that at {int(sources[0])}"
         regions = fitting(self.along, columns, ~columns) if not bool(columns.all()) else []
         known = rules and (regions or 2 * len(indices) > length)
-        which = f"of what lies {rules[0]}" if known else example
+        rule, each = rules[0] if known else ("", False)
+        which = f"of what lies {rule}" if known else example
         where = f", {regions[0].text}" if regions else ""
-        return f"{self.result} is made of other {self.name}{beside}: {which}{where}"
+        text = f"{self.result} is made of other {self.name}{beside}: {which}{where}"
+        return Reached("neighbor", text, each)
 
     def _lost(self) -> Iterator[Reached]:
         """What does not arrive: of some indices nowhere, or at some none; of all of them where
@@ -189,8 +191,7 @@ class _Map:
             elif len(gone) < FEWEST or not bool((shown & ~gone).any()):
                 continue
             elif bool(gone.any()) and (regions := fitting(symbol, gone, shown & ~gone)):
-                ends = regions[0].text.startswith(("past the last whole", "at the last"))
-                cause = "end" if ends else "term-missing"
+                cause = "end" if regions[0].kind in ("tail", "last") else "term-missing"
                 yield Reached(cause, f"{text}, {regions[0].text}")
 
 

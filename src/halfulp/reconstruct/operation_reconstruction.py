@@ -75,7 +75,7 @@ def of_operation(
             # where numbers are another row's their scales are too
             rows = reached(run, one, signs=True) if OF_OTHERS in scales[1] else None
             if rows is not None and rows.cause == "neighbor":
-                return FoundWay(*rows, 0.0, 0.0, failing)
+                return FoundWay(rows.cause, rows.text, 0.0, 0.0, failing)
             return FoundWay(*scales, 0.0, 0.0, failing)
         if tiny := tiny_factor(one):
             return FoundWay("factor", tiny, 1.0, 0.0, failing)

@@ -112,10 +112,9 @@ class Way:
         """
         if self.region is None:
             return self.cause
-        tail = self.region.text.startswith("past the last whole")
-        if tail and "left out" in self.text:
-            return "end"
-        return "term-missing" if self.cause == "end" and not tail else self.cause
+        if self.region.kind != "tail":
+            return "term-missing" if self.cause == "end" else self.cause
+        return "end" if "left out" in self.text else self.cause
 
     @property
     def may_be_in_part(self) -> bool:
