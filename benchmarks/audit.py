@@ -4,7 +4,8 @@ and without, and what --full holds in memory.
 usage: python -m benchmarks.audit [--target sdpa:math] [--op attention] [--rounds 3] [--memory]
 
 Fresh processes, with and without the cache by turns, so that a busy spell of the machine falls on
-both; their ratio is what a change is judged by, since processor time too grows on a busy machine.
+both; their ratio is what a change is judged by, since processor time too grows on a busy machine,
+and `import torch`, which is in both, what machines are compared by.
 The target is PyTorch's; what its own passes cost is told beside the rest.
 """
 
@@ -49,14 +50,25 @@ def audit_seconds(target: str, op: str, cache: str) -> tuple[float, float]:
     """Processor seconds of one quick audit in a fresh process: all but the kernel's own passes,
     `import torch` included, and those.
     """
-    command = [sys.executable, "-c", _TIMED, "audit", target, "--op", op, "--in-process"]
+    own, kernel = map(
+        float, _told(_TIMED, "audit", target, "--op", op, "--in-process", cache=cache)
+    )
+    return own, kernel
+
+
+def import_seconds() -> float:
+    """Processor seconds of `import torch` in a fresh process."""
+    return float(_told("import time, torch; print(time.process_time())")[0])
+
+
+def _told(code: str, *arguments: str, cache: str = "off") -> list[str]:
     settings = os.environ | {"HALFULP_CACHE": cache, "OMP_NUM_THREADS": "1"}
     # a quarter of a second: pip compiles what it installs, and Python what it imports, unless this
     # forbids it
     settings.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env=settings, stdout=subprocess.PIPE, text=True, check=True)
-    own, kernel = map(float, done.stdout.split())
-    return own, kernel
+    return done.stdout.split()
 
 
 def full_gigabytes(target: str) -> float:
@@ -87,17 +99,19 @@ def main() -> None:
         asked = (options.target, options.op)
         audit_seconds(*asked, cache)  # fills it
         pairs = [
-            (audit_seconds(*asked, cache), audit_seconds(*asked, "off"))
+            (audit_seconds(*asked, cache), audit_seconds(*asked, "off"), import_seconds())
             for _ in range(options.rounds)
         ]
-    warm, cold, kernel = (
+    warm, cold, kernel, loaded = (
         statistics.median(each)
-        for each in zip(*((w[0], c[0], w[1]) for w, c in pairs), strict=True)
+        for each in zip(*((w[0], c[0], w[1], own) for w, c, own in pairs), strict=True)
     )
-    ratio = statistics.median(w[0] / c[0] for w, c in pairs)
+    ratio = statistics.median(w[0] / c[0] for w, c, _ in pairs)
+    times = statistics.median(w[0] / own for w, _, own in pairs)
     goal = SECONDS if options.op == "attention" else SMALL_SECONDS
     print(f"quick audit of {options.target}, and {kernel:.1f} s of the kernel's own passes:")
-    print(f"{warm:.1f} s with references on disk (goal {goal:g})")
+    print(f"{warm:.1f} s with references on disk (goal {goal:g}), {times:.1f} × import torch's")
+    print(f"{loaded:.1f} s for import torch alone")
     print(f"{cold:.1f} s without; ratio {ratio:.2f} (median of {options.rounds} pairs)")
     if options.memory:
         held = full_gigabytes(options.target)

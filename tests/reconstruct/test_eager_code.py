@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from halfulp import audit
+from halfulp.operations import changed, drawn_calls, operation_named
+from halfulp.reconstruct.operation_eager import eager_ways
+from halfulp.targets import resolve
+from halfulp.targets.operation_calling import run_operation
 
 
 def _norm(x, weight, eps=1e-6):
@@ -112,3 +116,21 @@ def test_a_mistake_in_eager_code_is_told_with_it(op, kernel, cause, text):
     assert report.causes[0].key == cause
     assert report.evidence[0].startswith(text)
     assert "as eager code does: explains 100 % of" in report.evidence[0]
+
+
+@pytest.mark.parametrize("probe", [p.name for p in operation_named("adamw_low").probes])
+def test_eager_adamw_gives_the_bits_of_torch(probe):
+    """Of torch.optim.AdamW on bf16 weights and moments, whose lerp and addcmul round once."""
+    operation = operation_named("adamw_low")
+    sizes = operation.sizes[0].with_(calls=1, S=6)
+    calls = drawn_calls(operation, probe, sizes, "bfloat16", torch.Generator().manual_seed(0))
+    own = run_operation(resolve("torch", operation="adamw_low"), calls).result.tensors
+    define, recipe = next(
+        w.eager for w in eager_ways(calls, lambda _: 0.0) if w.eager and "decayed" in w.text
+    )()
+    with recipe:
+        made = changed(calls, recipe, define)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(made[name].bfloat16(), own[name].bfloat16()), name
+    # the difference of two bf16 weights, which eager code rounds as well
+    assert torch.allclose(made["update"], own["update"], rtol=2**-8, atol=0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from halfulp.algorithms import golden
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import panel, suggested
 from halfulp.reconstruct.exact import scores_of, weights_of
@@ -175,3 +176,15 @@ def test_the_calls_have_every_two_options_at_once():
     assert not wanted - seen
     given = [c for c in every if abs(c.scale * math.sqrt(c.query.shape[-1]) - 1) > 1e-6]
     assert any(c.softcap and c.sees.mask is not None for c in given)
+
+
+@pytest.mark.parametrize(("option", "without"), [("softcap", 0.0), ("sinks", None)])
+def test_few_queries_are_asked_with_options_that_show(option, without):
+    """A cap or sinks that decode alone does not read: a tenth of O, at least."""
+    few = [t.call for t in panel.panel(torch.bfloat16, rarer=True) if t.call.query.shape[2] < 16]
+    asked = [c for c in few if getattr(c, option) is not None and c.sees.mask is None
+             and (option == "sinks" or c.softcap)]  # fmt: skip
+    assert asked
+    for call in asked:
+        whole, other = golden(call).out, golden(replace(call, **{option: without})).out
+        assert float((whole - other).norm()) > 0.1 * float(whole.norm())
