@@ -8,6 +8,7 @@ itself).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -55,11 +56,33 @@ class Rounding:
             fmt = formats.get(name)
             if fmt is None:
                 return exact
+            if isinstance(fmt, BlockFormat) and fmt.element.rounding != "stochastic":
+                return _rounded_blocks(exact.detach(), fmt)
             passed[name] = passed.get(name, 0) + 1
             # by step and pass: no two stochastic roundings share their random numbers
             return round_to(exact.detach(), fmt, seed=hash_seed(seed, name, passed[name]))
 
         return rounded
+
+
+_FEW = 2**15  # numbers, of a call that is computed so often
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_ROUNDED: deque[tuple[BlockFormat, Tensor, Tensor]] = deque(maxlen=16)
+
+
+def _rounded_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
+    """Rounded in blocks; a search computes one call in hundreds of ways that leave most operands as
+    they are, and blocks are what takes its time: the last ones are kept.
+    """
+    if x.numel() > _FEW:
+        return round_to(x, fmt)
+    bits = x.view(_BITS[x.dtype])  # of zeros the sign too
+    for known, own, found in tuple(_ROUNDED):
+        if known == fmt and found.dtype == x.dtype and torch.equal(own, bits):
+            return found.clone()
+    found = round_to(x, fmt)
+    _ROUNDED.append((fmt, bits.clone(), found.clone()))
+    return found
 
 
 class Steps:
