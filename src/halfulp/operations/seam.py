@@ -67,7 +67,7 @@ class Rounding:
 
 _FEW = 2**15  # numbers, of a call that is computed so often
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_ROUNDED: deque[tuple[BlockFormat, Tensor, Tensor]] = deque(maxlen=16)
+_ROUNDED: deque[tuple[BlockFormat, Tensor, Tensor]] = deque(maxlen=64)
 
 
 def _rounded_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
@@ -77,12 +77,16 @@ def _rounded_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
     if x.numel() > _FEW:
         return round_to(x, fmt)
     bits = x.view(_BITS[x.dtype])  # of zeros the sign too
-    for known, own, found in tuple(_ROUNDED):
+    for kept in reversed(tuple(_ROUNDED)):
+        known, own, found = kept
         if known == fmt and found.dtype == x.dtype and torch.equal(own, bits):
-            return found.clone()
-    found = round_to(x, fmt)
-    _ROUNDED.append((fmt, bits.clone(), found.clone()))
-    return found
+            break
+    else:
+        found = round_to(x, fmt)
+        kept = (fmt, bits.clone(), found)
+    # what is asked for stays: ways alter one operand after the other
+    _ROUNDED.append(kept)
+    return found.clone()
 
 
 class Steps:

@@ -4,39 +4,31 @@ tried by themselves, several together, in regions, and held against the other ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 
-from halfulp.operations import STOCHASTIC, OperationCalls, Rounding
+from halfulp.operations import STOCHASTIC, Rounding
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.found import FoundWay, Rival
-from halfulp.reconstruct.operation_blocks import block_mistakes, block_ways, codes_read
+from halfulp.reconstruct.operation_blocks import block_ways, codes_read
 from halfulp.reconstruct.operation_eager import eager_ways
 from halfulp.reconstruct.operation_mistakes import Region
-from halfulp.reconstruct.operation_numbers import further_ways
-from halfulp.reconstruct.operation_operands import filled_up, operand_ways, overwritten
-from halfulp.reconstruct.operation_options import option_ways
+from halfulp.reconstruct.operation_operands import overwritten
 from halfulp.reconstruct.operation_others import Others
 from halfulp.reconstruct.operation_places import place
-from halfulp.reconstruct.operation_read import function_ways, read_ways
 from halfulp.reconstruct.operation_regions import (
     groups_of,
     hidden_regions,
     regions_of,
-    visible_regions,
 )
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
-from halfulp.reconstruct.operation_sums import sum_ways
+from halfulp.reconstruct.operation_stages import common_ways, rarer_ways, ways_of_results
 from halfulp.reconstruct.operation_trials import Trial
 from halfulp.reconstruct.operation_ways import (
     RESULT,
-    Natural,
     Way,
-    rare_ways,
     shapes_of_steps,
-    ways,
 )
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
@@ -44,6 +36,7 @@ ALL = 0.995  # share from which on eager code is all that is looked at
 DO = 0.8  # share from which on several roundings are all that is looked for
 ALMOST = 0.97  # of roundings, below which formulas are tried too
 WHOLLY = 0.9  # share from which on no other case is looked at, and nothing more looked for
+LARGER = 4  # times as many numbers, at most, as a call that is searched for a second mistake has
 FURTHER = 0.1  # share that a first way must have, or a further way must add
 TOGETHER = 3  # ways at most
 TELLING = 48  # ways, those that explain most alone, of which some together are looked at
@@ -181,12 +174,14 @@ class Judge:
 
     def _with_another(self, base: Rounding, way: Way) -> tuple[Way, ...]:
         """With what explains the worst of the calls that a way does not explain."""
-        rest = [t for t in self.held.as_bad if t.share(base, (way,)) < EXPLAINS]
+        most = LARGER * self.trial.numbers
+        left = [t for t in self.held.as_bad if t.numbers <= most]
+        rest = [t for t in left if t.share(base, (way,)) < EXPLAINS]
         worst = max(rest, key=lambda t: (not t.nonfinite, t.relative), default=None)
         if worst is None:
             return (way,)
         calls, steps = worst.calls, way.steps.keys()
-        there = _common(calls)
+        there = common_ways(calls)
         more = [w for w in there if not w.steps.keys() & steps and worst.concerns(base, w)]
         share, chosen = self._joined(base, worst.share(base, (way,)), way, more, worst)
         # what is no rounding comes near to anything where there are several
@@ -206,9 +201,8 @@ class Judge:
             return None
         others = [t.of_results or t for t in self.others if not t.calls.grads or t.of_results]
         judge = Judge(alone, others, thorough=False)
-        calls, found = alone.calls, list[_Tried]()
-        for stage in (read_ways(alone, base), rewritten_ways(calls), filled_up(calls),
-                      _common(calls), rare_ways(calls), function_ways(alone, base)):  # fmt: skip
+        found = list[_Tried]()
+        for stage in ways_of_results(alone, base):
             if not judge._whole(found):
                 found += [
                     (base, *alone.best(base, (), w)) for w in stage if alone.concerns(base, w)
@@ -222,7 +216,7 @@ class Judge:
         """
         floor, calls = self.trial.calls.operation.floor, self.trial.calls
         other = {True: [], False: []}  # type: dict[bool, list[Way]]
-        for way in _common(calls):
+        for way in common_ways(calls):
             if self.trial.concerns(floor, way):
                 other[way.cause in OTHERWISE].append(way)
         found: list[_Tried] = []
@@ -291,7 +285,7 @@ class Judge:
         """
         base, calls = bases[0], self.trial.calls
         more = [] if explained else self._in_read(found)
-        for of, rarer, natural in self._stages(bases, explained):
+        for of, rarer, natural in rarer_ways(self.trial, self.others, bases, explained=explained):
             if not self._sure(more):
                 more += [(of, *self.trial.best(of, (), replace(way, natural=natural)))
                          for way in rarer if self.trial.concerns(of, way)]  # fmt: skip
@@ -305,21 +299,6 @@ class Judge:
         if not self._sure(more):
             more += self._hidden(base, found)
         return more
-
-    def _stages(
-        self, bases: list[Rounding], explained: bool
-    ) -> Iterator[tuple[Rounding, Iterable[Way], Natural]]:
-        """Ways that are not common, in the order in which they are tried."""
-        base, trial, calls = bases[0], self.trial, self.trial.calls
-        yield from ((of, block_mistakes(calls, of), Natural.COMMON) for of in bases)
-        yield base, rewritten_ways(calls), Natural.FORMULA
-        yield base, read_ways(trial, base, self.others), Natural.FORMULA
-        if not explained:
-            for part in (None, *visible_regions(trial)[:1]):
-                yield from ((of, further_ways(trial, of, part), Natural.NUMBER) for of in bases)
-            yield base, rare_ways(calls), Natural.RARE
-            yield base, filled_up(calls), Natural.RARE
-        yield base, function_ways(trial, base, self.others), Natural.RARE
 
     def _sure(self, found: list[_Tried]) -> bool:
         """Whether one leaves no more than rounding may make, and is wrong on no other call."""
@@ -473,11 +452,6 @@ class Judge:
 
 def _rounds(way: Way) -> bool:
     return CAUSES[way.cause].kind == "rounding"
-
-
-def _common(calls: OperationCalls) -> tuple[Way, ...]:
-    """What is tried of every kernel: of ways that are alike the first is named."""
-    return *option_ways(calls), *operand_ways(calls), *ways(calls), *sum_ways(calls)
 
 
 def _both(telling: list[_Tried]) -> list[Way]:

@@ -54,6 +54,11 @@ class Trial:
     known: dict[Any, Any] = field(default_factory=dict)  # of the bases, and shares
 
     @property
+    def numbers(self) -> int:
+        """How many its operands have."""
+        return sum(x.numel() for x in self.calls.operands.values())
+
+    @property
     def relative(self) -> float:
         """The error of the tensor that fails worst, of its size."""
         return max(  # type: ignore[no-any-return]
