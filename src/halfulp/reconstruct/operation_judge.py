@@ -222,7 +222,7 @@ class Judge:
         found: list[_Tried] = []
         telling: list[_Tried] = []
         bases.sort(key=lambda base: -self.trial.share(base, ()))
-        likelier = self.trial.relative > SMALL
+        likelier = self.trial.relative > SMALL and not self.trial.is_noise
         for otherwise in (likelier, not likelier):
             if found and (
                 self._sure(found) or self._roundings_share(telling, _both(telling)) >= DO

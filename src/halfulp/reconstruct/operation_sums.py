@@ -18,6 +18,7 @@ from halfulp.formats import BF16, FP16, FP64, Format, round_to
 from halfulp.operations import (
     OF_DTYPE,
     OperationCalls,
+    Tensors,
     changed,
     defined,
     exactly,
@@ -38,13 +39,15 @@ _LONGEST = 8320  # terms of a sum that is emulated one after the other
 def sum_ways(calls: OperationCalls) -> Iterator[Way]:
     """Short sums over every step that does nothing but enter a sum, and of matrix products."""
     own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
+    some = first_calls(calls, 1)
+    exact = defined(some)
     for name, shape in reversed(shapes_of_steps(calls).items()):
         for dim, length in enumerate(shape):
             if 4 <= length <= _LONGEST:
                 index = _index_of(calls, length) if dim == 0 else None
                 if index is not None:
                     yield from _sums_by(calls, name, said(name), own, index)
-                if _is_summed(calls, name, dim):
+                if _is_summed(some, exact, name, dim):
                     yield from _sums(name, said(name), own, dim, length)
     yield from _of_products(calls)
 
@@ -107,14 +110,13 @@ def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
 _SHORT = {BF16: torch.bfloat16, FP16: torch.float16}
 
 
-def _is_summed(calls: OperationCalls, name: str, dim: int) -> bool:
+def _is_summed(some: OperationCalls, exact: Tensors, name: str, dim: int) -> bool:
     """Whether all that becomes of a step is its sum along a dimension."""
-    some = first_calls(calls, 1)
 
     def gathered(own: str, exact: Tensor) -> Tensor:
         return running(exact, FP64, dim, 4) if own == name else exact
 
-    exact, other = defined(some), defined(some, gathered)
+    other = defined(some, gathered)
     finite = {n: x.isfinite() for n, x in exact.items()}
     return all(
         torch.allclose(other[n][finite[n]], x[finite[n]], rtol=1e-9, atol=1e-12)
