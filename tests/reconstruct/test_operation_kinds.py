@@ -390,3 +390,29 @@ def test_results_without_a_number_tell_of_no_cause():
     found = reconstruct_operation(kernel, "softmax").found
     assert found.cause == "operation-place"
     assert "not finite" in found.text
+
+
+def half_of_the_tokens(input, normalized_shape, weight, bias, eps):
+    """Gradients of weight and bias are summed over the first half alone, exactly."""
+    half = input.shape[0] // 2
+    rest = functional.layer_norm(
+        input[half:].float(), normalized_shape, weight.detach().float(), bias.detach().float(), eps
+    )
+    first = functional.layer_norm(
+        input[:half].float(), normalized_shape, weight.float(), bias.float(), eps
+    )
+    return torch.cat([first, rest]).to(input.dtype)
+
+
+@pytest.mark.parametrize(("kernel", "is_noise"), [("torch", True), (half_of_the_tokens, False)])
+def test_where_sums_cancel_a_large_error_may_be_a_rounding_and_no_missing_terms(kernel, is_noise):
+    operation, target = operation_named("layer_norm"), target_of(kernel, "layer_norm")
+    sizes = operation.sizes[0].with_(calls=1, T=512, D=32)
+    calls = drawn_calls(operation, "opposed_tokens", sizes, "bfloat16", GENERATOR.manual_seed(0))
+
+    def run(calls):
+        return run_operation(target, calls).result
+
+    one = trial(run, calls, ("grad_bias", "grad_weight"))
+    assert one.relative > 0.5
+    assert one.is_noise == is_noise
