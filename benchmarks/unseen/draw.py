@@ -36,7 +36,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "operations.ninth", "attention.twelfth", "attention.thirteenth",
           "operations.tenth", "attention.fourteenth", "operations.eleventh",
           "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
-          "operations.twelfth", "operations.thirteenth", "operations.fourteenth")  # fmt: skip
+          "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
+          "attention.nineteenth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -46,7 +47,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "operations.fifth", "operations.sixth", "operations.seventh", "operations.eighth",
            "operations.ninth", "operations.tenth", "operations.eleventh",
            "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
-           "operations.twelfth", "operations.thirteenth", "operations.fourteenth")  # fmt: skip
+           "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
+           "attention.nineteenth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
