@@ -9,10 +9,10 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 18), ("operations", 14))
+    for of, last in (("attention", 19), ("operations", 14))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth",
-                 "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth")[:last]
+                 "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
