@@ -12,7 +12,8 @@ SETS = tuple(
     for of, last in (("attention", 19), ("operations", 14))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth",
-                 "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth")[:last]
+                 "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth",
+                 "nineteenth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
