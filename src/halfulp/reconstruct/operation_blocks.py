@@ -176,7 +176,7 @@ def _mistakes() -> Iterator[tuple[str, str, _Quantize]]:
         cause = "block-scale" if step in _SCALES else "block-codes"
         known = torch.tensor([1e-3, 500.0]) if step in ("scaled", "codes") else torch.tensor(1e3)
         for _, text, alter in other_values(known):
-            if "left out" not in text or cause == "block-codes":
+            if alter is not torch.zeros_like or cause == "block-codes":
                 change = {step: partial(_by_value, alter)}
                 yield cause, f"{said} {text}", partial(_quantized, changes=change)
         dims = _ALONG if cause == "block-codes" else _ALONG[:2]

@@ -234,18 +234,19 @@ def _numbers(trial: Trial, base: Rounding) -> Iterator[tuple[Make, float, float]
 
 def times(name: str, factor: float, told: str = "") -> Way:
     """A step so many times as large."""
-    cause = "factor" if abs(factor) > NOTHING else "term-missing"
+    if abs(factor) <= NOTHING:
+        return Way("term-missing", f"{said(name)} is left out", {name: torch.zeros_like})
     text = f"{said(name)} is {told or f'{factor:.4g}'} times what it should be"
-    text = text if cause == "factor" else f"{said(name)} is left out"
-    return Way(cause, text, {name: partial(torch.mul, other=factor)})
+    return Way("factor", text, {name: partial(torch.mul, other=factor)})
 
 
 def _both_times(name: str, factor: float, told: str = "") -> Way:
+    names = (RESULT + name, f"{OPERAND}grad_{name}")
+    if abs(factor) <= NOTHING:
+        text = f"{name} is left out, in both passes"
+        return Way("term-missing", text, dict.fromkeys(names, torch.zeros_like))
     text = f"{name} is {told or f'{factor:.4g}'} times what it should be, in both passes"
-    cause = "factor" if abs(factor) > NOTHING else "term-missing"
-    text = text if cause == "factor" else f"{name} is left out, in both passes"
-    times = partial(torch.mul, other=factor)
-    return Way(cause, text, {RESULT + name: times, f"{OPERAND}grad_{name}": times})
+    return Way("factor", text, dict.fromkeys(names, partial(torch.mul, other=factor)))
 
 
 def _option_times(name: str, own: float, factor: float, told: str = "") -> Way:

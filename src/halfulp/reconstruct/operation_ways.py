@@ -114,7 +114,7 @@ class Way:
             return self.cause
         if self.region.kind != "tail":
             return "term-missing" if self.cause == "end" else self.cause
-        return "end" if "left out" in self.text else self.cause
+        return "end" if torch.zeros_like in self.steps.values() else self.cause
 
     @property
     def may_be_in_part(self) -> bool:
