@@ -383,7 +383,8 @@ class Slip:
         if self.mistake == "factor" and self.stage in MULTIPLIED and not (self.parts or self.rows):
             return "value-factor"
         if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):
-            if self.stage in ("b_lse", "b_weights", "delta"):  # of whole rows, in all they enter
+            # of whole rows, in all they enter; a factor that is 1 instead loses no key
+            if self.stage in ("b_lse", "b_weights", "delta") or stage.neutral == 1:
                 return stage.cause
             if self.stage not in FORWARD_STAGES:
                 return "grad-tail"

@@ -293,6 +293,8 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
             rounded = cause == "rescale" and rms(log, weight) < COARSEST
             last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
             means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
+            if blocks > 1 and (power := _of_powers(call, means, blocks)):
+                return Read(f"{text}, as of sums to the power of {power:.3g}", "split-merge")
             if rounded and (lse := _of_rounded_lse(call, means, blocks)):
                 return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
             if rounded and rms(log, last) > HALF * rms(log, weight):
@@ -323,6 +325,22 @@ def _of_rounded_lse(call: Call, factors: Tensor, blocks: int) -> str:
             if left < HALF * total:
                 return name
     return ""
+
+
+def _of_powers(call: Call, factors: Tensor, blocks: int) -> float:
+    """The power of each part's own sum that it is weighed by, where these logarithms of factors
+    `[B, H, N, parts]` are those of one; 0 where they are not.
+    """
+    scores = scores_of(call)
+    width = -(-scores.shape[-1] // blocks)
+    sums = torch.stack([x.logsumexp(-1) for x in torch.split(scores, width, -1)], -1)
+    known = (sums.isfinite() & (factors != 0)).all(-1)
+    if int(known.sum()) < SOME:
+        return 0.0
+    x, y = (t[known] - t[known].mean(-1, keepdim=True) for t in (sums, factors))
+    slope = float((x * y).sum() / x.square().sum().clamp_min(1e-300))
+    left = float((y - slope * x).square().sum())
+    return 1 + slope if left < (1 - SHARE) * float(y.square().sum()) else 0.0
 
 
 def _along_queries(call: Call, factors: Tensor) -> bool:
