@@ -91,3 +91,15 @@ def test_parts_weighed_by_a_power_of_their_sums_are_merged_wrongly(power):
     other = own**power / (own**power).sum(-2, keepdim=True)
     read = compared(trial, (each / own * other).flatten(-2).bfloat16().double())
     assert (read.cause, f"to the power of {power:.3g}" in read.text) == ("split-merge", True)
+
+
+def test_a_longer_part_and_the_rest_are_told_by_the_power_of_their_sums():
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call))
+    own = torch.stack([weights[..., :128].sum(-1), weights[..., 128:].sum(-1)], -1)
+    factor = own / own.square().sum(-1, keepdim=True)
+    read = compared(trial, (weights * factor.repeat_interleave(128, -1)[..., :192]).bfloat16())
+    assert (read.cause, "the power of 2" in read.text) == ("split-merge", True)
+    # one factor for each part in all rows is no matter of sums
+    same = compared(trial, weights * torch.tensor([1.2, 0.6]).repeat_interleave(128)[:192])
+    assert same.cause == "rescale"
