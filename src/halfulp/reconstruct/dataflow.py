@@ -327,11 +327,26 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
             grad = None if asked is None else getattr(asked, tensor)
             if grad is not None and mantissa_bits(grad.double()) > own.bits:
                 cause = "grad-scores"
+        if own.kind not in ("tail", "rows", "head") and (pairs := _of_pairs(seen[tensor])):
+            return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
         told = f"{told}, in {short[tensor]} it {own.text}"
         if cause == "grad-stored" and (terms := from_terms(run, trial, tensor)):
             told, cause = f"{told}, more so from {terms} terms on", "grad-accumulator"
         return Said(told, cause)
     return part
+
+
+def _of_pairs(read: ReadScores) -> tuple[str, str] | None:
+    """Pairs that alone are wrong, being left out or hidden, in words, with the cause."""
+    error = (read.read - read.exact).square()
+    hidden = read.weights == 0
+    gone = (read.read == 0) & ~hidden
+    if float(error[gone].sum()) > HELD * float(error.sum()):
+        share = float(gone.sum()) / float((~hidden).sum())
+        return f"is 0 for {100 * share:.2g} % of the pairs", "grad-tail"
+    if float(error[hidden].sum()) > HELD * float(error.sum()):
+        return "is not 0 for pairs that are hidden", "backward-mask"
+    return None
 
 
 def _by_lines(read: ReadScores, dtype: torch.dtype) -> tuple[float, float]:

@@ -56,6 +56,8 @@ STAGES: dict[str, Stage] = {
         "backward-scores"),
     "b_value": Stage("V in dP", "no-delta", "other-data", "operand"),
     "grad_out": Stage("dO", "grad-scale", "other-data", "operand"),
+    "grad_out_in_dp": Stage("dO in dP", "no-delta", "other-data", "operand"),
+    "grad_out_in_dv": Stage("dO in dV", "grad-scale", "other-data", "operand"),
     "b_scores": Stage("S of the backward pass",
         "backward-scores", "backward-scores", "backward-scores", -math.inf),
     "b_exponent": Stage("S − lse in the backward pass", "backward-scores", "lse", "lse"),
