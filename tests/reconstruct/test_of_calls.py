@@ -191,6 +191,8 @@ def test_a_maximum_that_lse_has_scaled_twice_is_a_candidate():
 @pytest.mark.parametrize("parts", [(), ("last rows",)])
 def test_a_sum_that_keeps_what_it_was_lacks_a_part(parts):
     assert Slip("dv_sum", "stale", parts).cause == "grad-tail"
+    assert Slip("dq_sum", "factor", ("first keys",), 2.0).cause == "grad-tail"
+    assert Slip("dq_sum", "factor", parts, 0.998).cause == "grad-accumulator"
     assert Slip("rescale_sum", "stale", parts).cause == "rescale"
     assert Slip("rescale_out", "gone", parts).cause == "rescale"
 

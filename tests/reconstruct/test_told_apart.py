@@ -406,8 +406,8 @@ def test_pairs_that_dq_alone_lacks_or_should_not_have_are_told(name, change, cau
     def run(trial):
         result = golden(trial.call, trial.grad_out)
         call = trial.call
-        i, j = torch.arange(192)[:, None], torch.arange(192)
-        inner = change(grad_scores_of(trial), i, j)
+        i, j = (torch.arange(x.shape[2]) for x in (call.query, call.key))
+        inner = change(grad_scores_of(trial), i[:, None], j)
         dq = (inner @ call.key.double() * call.scale).bfloat16()
         return Result(result.out, grad_query=dq, grad_key=result.grad_key,
                       grad_value=result.grad_value)  # fmt: skip

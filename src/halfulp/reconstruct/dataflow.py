@@ -262,7 +262,7 @@ class Said:
 _OWN = {
     "factor": "grad-scale", "row-factor": "grad-scale", "tail": "grad-tail", "rows": "grad-tail",
     "head": "gradient-unexplained", "bits": "grad-stored", "noise": "grad-stored",
-    "column-factor": "operand",
+    "column-factor": "operand", "hidden": "backward-mask",
 }  # fmt: skip
 """What one gradient alone does to dS that the other has right, by the kind of difference."""
 
@@ -379,11 +379,18 @@ def _sigma(read: ReadScores, dtype: torch.dtype) -> Tensor:
 
 
 def _held(read: ReadScores, dtype: torch.dtype) -> Unlike:
-    return unlike(read.read, read.exact, _sigma(read, dtype), dtype)
+    how = unlike(read.read, read.exact, _sigma(read, dtype), dtype)
+    hidden = (read.weights == 0) & read.read.isfinite()  # where rounding makes no error at all
+    more, size = (float(x.square().sum()) for x in (read.read[hidden], read.exact))
+    if how.right and more > SLIGHT**2 * size:
+        return Unlike("is not 0 for pairs that are hidden", "hidden", math.sqrt(more / size))
+    return how
 
 
 def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     """Which part of dS = P ∘ (dP − δ) is wrong."""
+    if how.kind == "hidden":
+        return Said(f"dS {how.text}, in dQ and dK alike", "backward-mask")
     sigma = _sigma(read, dtype)
     weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
     error = (read.read - read.exact) * weight
