@@ -28,8 +28,8 @@ def members_counted(trial: Trial, tensor: str, observed: Observed) -> tuple[str,
     else:
         each = grad_scores_of(trial).mT @ call.query.double() * call.scale
     each = torch.where(observed.usable.repeat_interleave(groups, 1), each, 0.0)
-    each = each.unflatten(1, (-1, groups)).flatten(3)  # [B, H_k, groups, N_k D]
     got = observed.value.flatten(2).unsqueeze(-1)
+    each = each.reshape(*got.shape[:2], groups, -1)  # [B, H_k, groups, N_k D]
     times = torch.linalg.lstsq(each.mT, got).solution
     rest = float((got - each.mT @ times).square().sum())
     times = times.squeeze(-1)

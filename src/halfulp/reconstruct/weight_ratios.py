@@ -289,8 +289,8 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
         if explained > SHARE * max(total - (cause != "operand") * chance, total / 2):
             if cause == "operand":
                 factor = (sums / counts.clamp_min(1)).view(-1, n_key).mean(0)
-                told = _unequal_parts(call, rest, weight) or _few_keys(factor) or _blocks(factor)
-                return told or Read(text, cause)
+                read = _unequal_parts(call, rest, weight) or _few_keys(factor) or _blocks(factor)
+                return read or Read(text, cause)
             rounded = cause == "rescale" and rms(log, weight) < COARSEST
             last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
             means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
@@ -333,8 +333,8 @@ def _unequal_parts(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     n_key = rest.shape[-1]
     for width in (128, 64, 32, 16):
         if width < n_key < 2 * width:
-            means = torch.stack([a.sum(-1) / w.sum(-1).clamp_min(1) for a, w in zip(
-                rest.split(width, -1), weight.split(width, -1), strict=True)], -1)  # fmt: skip
+            each = zip(*(torch.split(x, width, -1) for x in (rest, weight)), strict=True)
+            means = torch.stack([a.sum(-1) / w.sum(-1).clamp_min(1) for a, w in each], -1)
             if power := _of_powers(call, means, width):
                 return Read(f"the first {width} keys and the rest are weighed as of sums to the"
                             f" power of {power:.3g}", "split-merge")  # fmt: skip
