@@ -191,7 +191,10 @@ def test_a_maximum_that_lse_has_scaled_twice_is_a_candidate():
 @pytest.mark.parametrize("parts", [(), ("last rows",)])
 def test_a_sum_that_keeps_what_it_was_lacks_a_part(parts):
     assert Slip("dv_sum", "stale", parts).cause == "grad-tail"
+    assert Slip("dq_sum", "factor", ("first keys",), 2.0).cause == "grad-tail"
+    assert Slip("dq_sum", "factor", parts, 0.998).cause == "grad-accumulator"
     assert Slip("rescale_sum", "stale", parts).cause == "rescale"
+    assert Slip("rescale_out", "gone", parts).cause == "rescale"
 
 
 def test_an_operand_that_is_held_within_a_limit_is_an_operand():
@@ -248,3 +251,13 @@ def test_rows_that_lie_in_another_order_among_all_heads_are_a_layout(turned):
     out = exact.reshape(b, n, h, d).roll(1, 2).transpose(1, 2) if turned else exact
     said, cause = exchanged(Observed.of(out, exact))
     assert cause == ("layout" if turned else ""), said
+
+
+def test_rows_that_see_nothing_and_have_anothers_are_no_layout():
+    exact = torch.randn(2, 2, 40, 16, generator=torch.Generator().manual_seed(0)).double()
+    exact[:, :, ::13] = 0
+    out = exact.clone()
+    out[:, :, ::13] = exact.roll(1, 2)[:, :, ::13]
+    said, cause = exchanged(Observed.of(out, exact))
+    assert cause == "other-data"
+    assert "which should be 0" in said

@@ -13,6 +13,7 @@ from halfulp.reconstruct.emulating import Emulator
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.parts_read import merged
+from halfulp.reconstruct.weights_read import compared
 from tests.audit.zoo_kernel import TEXTBOOK_PLAN, kernel
 
 TRIALS = {t.name: t for t in panel(torch.bfloat16)}
@@ -79,3 +80,26 @@ def test_sums_that_are_not_rescaled_are_no_parts():
                                   scale=t.call.scale, attn_mask=t.call.sees.mask,
                                   enable_gqa=t.call.groups > 1))  # fmt: skip
     assert merged(outs) is None
+
+
+@pytest.mark.parametrize("power", [1.4427, 0.5, 2.0])
+def test_parts_weighed_by_a_power_of_their_sums_are_merged_wrongly(power):
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call))
+    each = weights.unflatten(-1, (3, 64))
+    own = each.sum(-1, keepdim=True)
+    other = own**power / (own**power).sum(-2, keepdim=True)
+    read = compared(trial, (each / own * other).flatten(-2).bfloat16().double())
+    assert (read.cause, f"to the power of {power:.3g}" in read.text) == ("split-merge", True)
+
+
+def test_a_longer_part_and_the_rest_are_told_by_the_power_of_their_sums():
+    trial = TRIALS["plain"]
+    weights = weights_of(trial.call, scores_of(trial.call))
+    own = torch.stack([weights[..., :128].sum(-1), weights[..., 128:].sum(-1)], -1)
+    factor = own / own.square().sum(-1, keepdim=True)
+    read = compared(trial, (weights * factor.repeat_interleave(128, -1)[..., :192]).bfloat16())
+    assert (read.cause, "the power of 2" in read.text) == ("split-merge", True)
+    # one factor for each part in all rows is no matter of sums
+    same = compared(trial, weights * torch.tensor([1.2, 0.6]).repeat_interleave(128)[:192])
+    assert same.cause == "rescale"

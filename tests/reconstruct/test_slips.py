@@ -60,6 +60,8 @@ def kernel(slip, where=lambda trial, x: x.new_ones(())):
         Slip("b_weights", "row-1"),
         Slip("out", "goes on"),
         Slip("b_query", "row+1"),
+        Slip("grad_out_in_dp", "head-1"),
+        Slip("grad_out_in_dv", "head-1"),
         Slip("product", "int8 tile", ("upper columns",)),
         Slip("divided_statistics", "stale", ("later keys", "other warps")),
     ],

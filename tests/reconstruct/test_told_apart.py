@@ -12,7 +12,7 @@ from halfulp.formats import BF16
 from halfulp.recipes import BF16_FLASH2, FP16_FLASH2, FP32, TORCH_CPU_FLASH, Shift
 from halfulp.reconstruct import panel, reconstruct, suggested
 from halfulp.reconstruct.call_asked import holds, whole
-from halfulp.reconstruct.dataflow import grad_scores
+from halfulp.reconstruct.dataflow import grad_scores, grad_scores_of
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Fit, Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
@@ -392,6 +392,28 @@ def test_keys_of_the_middle_that_dq_lacks_are_no_matter_of_its_sum():
 
     said = grad_scores(run, TRIALS["plain"], "grad_query")
     assert said.cause == "grad-tail", said.text
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "cause"),
+    [
+        # tiles on the diagonal, of 64
+        ("causal", lambda ds, i, j: ds.masked_fill(i // 64 == j // 64, 0), "grad-tail"),
+        ("causal", lambda ds, i, j: torch.where(j == i + 1, 0.05, ds), "backward-mask"),
+    ],
+)
+def test_pairs_that_dq_alone_lacks_or_should_not_have_are_told(name, change, cause):
+    def run(trial):
+        result = golden(trial.call, trial.grad_out)
+        call = trial.call
+        i, j = (torch.arange(x.shape[2]) for x in (call.query, call.key))
+        inner = change(grad_scores_of(trial), i[:, None], j)
+        dq = (inner @ call.key.double() * call.scale).bfloat16()
+        return Result(result.out, grad_query=dq, grad_key=result.grad_key,
+                      grad_value=result.grad_value)  # fmt: skip
+
+    said = grad_scores(run, TRIALS[name], "grad_query")
+    assert said.cause == cause, said.text
 
 
 @pytest.mark.parametrize(("kind", "cause"), [("vector", "operand"), ("columns", "scores")])

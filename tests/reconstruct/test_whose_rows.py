@@ -14,7 +14,8 @@ from halfulp.reconstruct.dataflow import grad_scores_of
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.others_read import of_other_operands, reads_others
+from halfulp.reconstruct.groups_read import members_counted
+from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
 from halfulp.reconstruct.result_read import result_read
 from halfulp.reconstruct.weight_ratios import Read
 from halfulp.reconstruct.weights_read import compared
@@ -162,3 +163,40 @@ def test_what_is_of_another_gradients_operand_or_rows_says_so(name, tensor, told
         value[:, :, :16] = right.grad_key[:, :, 32:48]
     observed = Observed.of(value.bfloat16(), getattr(right, tensor or "grad_value"))
     assert of_other_operands(trial, tensor or "grad_value", observed)[0] == told
+
+
+@pytest.mark.parametrize(("misread", "told"), [(True, "dO is misread"), (False, "")])
+def test_numbers_that_are_right_in_dense_memory_are_misread_in_another(misread, told):
+    trial = TRIALS["strided"]
+
+    def run(asked):
+        do = asked.grad_out
+        if misread and not do.is_contiguous():
+            do = do.transpose(1, 2).reshape(do.shape)
+        result = golden(asked.call, do if misread else do.roll(1, 1))
+        return Result(result.out, grad_query=result.grad_query)
+
+    exact = golden(trial.call, trial.grad_out).grad_query
+    observed = Observed.of(run(trial).grad_query, exact)
+    text, cause = of_memory(run, trial, "grad_query", observed)
+    assert text.startswith(told)
+    assert cause == ("layout" if misread else "")
+
+
+@pytest.mark.parametrize("tensor", ["grad_key", "grad_value"])
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [((2.0, 1.0, 1.0), "2, 1, 1 ×"), ((0.0, 0.0, 1.0), "0, 0, 1 ×"), ((1.0, 1.0, 1.0), ""),
+     ((0.5, 0.5, 0.5), "")],
+)  # fmt: skip
+def test_heads_of_a_group_are_counted(tensor, times, told):
+    trial = TRIALS["grouped"]
+    do, (query, _, _) = trial.grad_out, trial.call.operands
+    total = 0
+    for member in range(3):  # the gradient of one head of each group alone
+        own = (torch.arange(query.shape[1]) % 3 == member).view(1, -1, 1, 1)
+        total = total + times[member] * getattr(golden(trial.call, do * own), tensor).double()
+    exact = getattr(golden(trial.call, do), tensor)
+    text, cause = members_counted(trial, tensor, Observed.of(total.bfloat16(), exact))
+    assert cause == ("group-sum" if told else "")
+    assert text.endswith(told)

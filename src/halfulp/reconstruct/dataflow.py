@@ -262,7 +262,7 @@ class Said:
 _OWN = {
     "factor": "grad-scale", "row-factor": "grad-scale", "tail": "grad-tail", "rows": "grad-tail",
     "head": "gradient-unexplained", "bits": "grad-stored", "noise": "grad-stored",
-    "column-factor": "operand",
+    "column-factor": "operand", "hidden": "backward-mask",
 }  # fmt: skip
 """What one gradient alone does to dS that the other has right, by the kind of difference."""
 
@@ -327,11 +327,26 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
             grad = None if asked is None else getattr(asked, tensor)
             if grad is not None and mantissa_bits(grad.double()) > own.bits:
                 cause = "grad-scores"
+        if own.kind not in ("tail", "rows", "head") and (pairs := _of_pairs(seen[tensor])):
+            return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
         told = f"{told}, in {short[tensor]} it {own.text}"
         if cause == "grad-stored" and (terms := from_terms(run, trial, tensor)):
             told, cause = f"{told}, more so from {terms} terms on", "grad-accumulator"
         return Said(told, cause)
     return part
+
+
+def _of_pairs(read: ReadScores) -> tuple[str, str] | None:
+    """Pairs that alone are wrong, being left out or hidden, in words, with the cause."""
+    error = (read.read - read.exact).square()
+    hidden = read.weights == 0
+    gone = (read.read == 0) & ~hidden
+    if float(error[gone].sum()) > HELD * float(error.sum()):
+        share = float(gone.sum()) / float((~hidden).sum())
+        return f"is 0 for {100 * share:.2g} % of the pairs", "grad-tail"
+    if float(error[hidden].sum()) > HELD * float(error.sum()):
+        return "is not 0 for pairs that are hidden", "backward-mask"
+    return None
 
 
 def _by_lines(read: ReadScores, dtype: torch.dtype) -> tuple[float, float]:
@@ -364,11 +379,18 @@ def _sigma(read: ReadScores, dtype: torch.dtype) -> Tensor:
 
 
 def _held(read: ReadScores, dtype: torch.dtype) -> Unlike:
-    return unlike(read.read, read.exact, _sigma(read, dtype), dtype)
+    how = unlike(read.read, read.exact, _sigma(read, dtype), dtype)
+    hidden = (read.weights == 0) & read.read.isfinite()  # where rounding makes no error at all
+    more, size = (float(x.square().sum()) for x in (read.read[hidden], read.exact))
+    if how.right and more > SLIGHT**2 * size:
+        return Unlike("is not 0 for pairs that are hidden", "hidden", math.sqrt(more / size))
+    return how
 
 
 def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     """Which part of dS = P ∘ (dP − δ) is wrong."""
+    if how.kind == "hidden":
+        return Said(f"dS {how.text}, in dQ and dK alike", "backward-mask")
     sigma = _sigma(read, dtype)
     weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
     error = (read.read - read.exact) * weight

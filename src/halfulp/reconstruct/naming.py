@@ -159,6 +159,8 @@ def _backward_cause(way: Way, key: tuple[str, str], tensors: frozenset[str]) -> 
     kind, name = key
     if kind == "twist":
         cause = _twist_cause(way, name)
+        if cause == "key-heads" and GRADIENTS[0] in tensors:
+            return cause  # of dQ nothing is summed over a group
         return _BACKWARD_TWISTS.get(cause, cause)
     blocks = {way.recipe.block_key if g == GRADIENTS[0] else way.recipe.block_query
               for g in tensors}  # fmt: skip

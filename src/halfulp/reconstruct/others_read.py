@@ -46,6 +46,32 @@ def reads_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Oth
     return _of_others(run, trial, tensor, observed) or _of_a_second(run, trial, tensor)
 
 
+def of_memory(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
+    """Whether a result is right where the same numbers lie in memory as their dimensions do: whose
+    strides are not read, in words, with the cause.
+    """
+    call, do = trial.call, trial.grad_out
+    dense = replace(call, **{name: getattr(call, name).contiguous()
+                             for name in ("query", "key", "value")})  # fmt: skip
+    for told, asked in (
+        ("dO", replace(trial, grad_out=do.contiguous())),
+        ("Q, K and V", replace(trial, call=dense)),
+        ("all operands", replace(trial, call=dense, grad_out=do.contiguous())),
+    ):
+        if asked.manner == trial.manner:
+            continue
+        result = run(replace(asked, name=f"{trial.name}/dense"))
+        got = None if result is None else getattr(result, tensor)
+        if got is None:
+            continue
+        got = got.unsqueeze(-1) if got.ndim == 3 else got
+        rest = torch.where(observed.usable, got.double() - observed.exact, 0.0)
+        if float(rest.square().sum()) < SHARED**2 * observed.total:
+            order = "where its memory is in another order than its dimensions"
+            return f"{told} is misread {order}, and there alone", "layout"
+    return "", ""
+
+
 def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
     """Features of a gradient that are made of another operand, dO in place of Q or V in place of K,
     or rows that are those of dK in dV, or of dV in dK: in words, with the cause.

@@ -15,7 +15,8 @@ from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
-from halfulp.reconstruct.others_read import of_other_operands, reads_others
+from halfulp.reconstruct.groups_read import members_counted
+from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
 from halfulp.reconstruct.panel import simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
 from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
@@ -212,7 +213,9 @@ def _told(
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
     silent = ("", "") if worst == "small" else silent_rows(observed)
     operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
-    for text, key in silent, exchanged(observed), operand:
+    memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
+    counted = members_counted(trial, tensor, observed) if gross else ("", "")
+    for text, key in silent, memory, counted, exchanged(observed), operand:
         if key:
             return text, key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]

@@ -18,10 +18,10 @@ from halfulp.reconstruct.slip_kinds import FORWARD_STAGES, JOINT, Memory, Slip, 
 
 _TO_SCORES = frozenset({"query", "key", "key_value", "product", "scores"})
 _TO_WEIGHTS = frozenset({"b_lse", "b_query", "b_key", "b_key_value", "b_scores", "b_exponent"})
-_TO_DP = frozenset({"grad_out", "every_grad_out", "b_value", "b_key_value"})
+_TO_DP = frozenset({"grad_out", "grad_out_in_dp", "every_grad_out", "b_value", "b_key_value"})
 _TO_DELTA = _TO_WEIGHTS | _TO_DP | {"b_weights", "dp"}
 _OF_QUERIES = ("dq_sum", "ds_in_dq", "key_in_dq", "dq")
-_OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "ds_in_dk", "query_in_dk", "dk", "dv")
+_OF_KEYS = ("dv_sum", "dk_sum", "p_in_dv", "grad_out_in_dv", "ds_in_dk", "query_in_dk", "dk", "dv")
 
 
 class Tiles(NamedTuple):
@@ -163,7 +163,8 @@ class Flow:
                 for n, x in (("b_key", self.k), ("b_value", self.v)))  # fmt: skip
         tile = f"{r.start} {c.start}"
         p = self.once(f"P {tile}", _TO_WEIGHTS, partial(self._again, q, k, lse, r, c))
-        dp = self.once(f"dP {tile}", _TO_DP, partial(torch.matmul, do, v.mT))
+        own = self.at("grad_out_in_dp", do, r, c)
+        dp = self.once(f"dP {tile}", _TO_DP, partial(torch.matmul, own, v.mT))
         return q, k, do, self.at("b_weights", p, r, c), self.at("dp", dp, r, c)
 
     def _more(self, lse: Tensor, r: slice) -> Tensor:
@@ -215,6 +216,7 @@ class Flow:
                 if by_key:
                     q = self.at("query_in_dk", q, r, c)
                     p, own = self.at("p_in_dv", p, r, c), self.at("ds_in_dk", ds, r, c)
+                    do = self.at("grad_out_in_dv", do, r, c)
                     for name, part, stage in (("grad_value", p.mT @ do, "dv_sum"),
                                               ("grad_key", own.mT @ q, "dk_sum")):  # fmt: skip
                         x = total[name][:, :, c]

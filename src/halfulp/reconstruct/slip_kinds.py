@@ -56,6 +56,8 @@ STAGES: dict[str, Stage] = {
         "backward-scores"),
     "b_value": Stage("V in dP", "no-delta", "other-data", "operand"),
     "grad_out": Stage("dO", "grad-scale", "other-data", "operand"),
+    "grad_out_in_dp": Stage("dO in dP", "no-delta", "other-data", "operand"),
+    "grad_out_in_dv": Stage("dO in dV", "grad-scale", "other-data", "operand"),
     "b_scores": Stage("S of the backward pass",
         "backward-scores", "backward-scores", "backward-scores", -math.inf),
     "b_exponent": Stage("S − lse in the backward pass", "backward-scores", "lse", "lse"),
@@ -231,6 +233,8 @@ AT_MOST_1 = ("weights", "weights_in_out", "b_weights", "p_in_dv")
 MULTIPLIED = {"value", "weights_in_out", "out"}
 """Stages of which a factor is one on O."""
 _RESULTS = {"out", "dq", "dk", "dv"}
+_SUMS = {"dq_sum", "dk_sum", "dv_sum"}
+COARSE = 0.1  # off a factor of 1: no format of a sum makes more
 OTHERS = {name for name in MISTAKES if name.startswith(("head", "batch"))}
 MOVED = OTHERS | {"row-1", "row+1", "stale", "goes on"}
 SQUARED = {"rescale", "rescale_out", "rescale_sum", "weights", "product"}
@@ -372,8 +376,10 @@ class Slip:
         if self.mistake == "gone" and self.stage in PAIRS and self.rows:
             tail = "key-tail" if self.rows[0].whose == "keys" else "query-tail"
             return tail if self.stage in FORWARD_STAGES else "grad-tail"
-        if self.mistake == "stale" and self.stage in ("dq_sum", "dk_sum", "dv_sum"):
+        if self.mistake == "stale" and self.stage in _SUMS:
             return "grad-tail"  # what blocks add is lost
+        if self.mistake in FACTORS and self.stage in _SUMS and abs(self.factor - 1) > COARSE:
+            return "grad-tail" if blocks else "grad-scale"
         if self.mistake in ROUNDINGS:
             return stage.rounding
         if self.mistake == "within" and self.stage in ("product", "scores"):
@@ -383,7 +389,8 @@ class Slip:
         if self.mistake == "factor" and self.stage in MULTIPLIED and not (self.parts or self.rows):
             return "value-factor"
         if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):
-            if self.stage in ("b_lse", "b_weights", "delta"):  # of whole rows, in all they enter
+            # of whole rows, in all they enter; a factor that is 1 instead loses no key
+            if self.stage in ("b_lse", "b_weights", "delta") or stage.neutral == 1:
                 return stage.cause
             if self.stage not in FORWARD_STAGES:
                 return "grad-tail"

@@ -257,9 +257,12 @@ def exchanged(observed: Observed) -> tuple[str, str]:
         # one feature may be like another by chance
         most = float(off[moved].sum()) > HALF * float(off.sum())
         if most and len(moved) > (name == "features") and not bool((at[moved] == moved).any()):
-            if name == "rows" and len(torch.unique(at[moved] - moved)) == 1:
+            empty = not bool((exact[:, moved] != 0).any())  # which are in no other's place
+            if name == "rows" and (empty or len(torch.unique(at[moved] - moved)) == 1):
                 cause = "other-data"  # a block, or the next row, and no other order
-            return f"{name} {ranges(moved)} are those of {ranges(at[moved].sort().values)}", cause
+            told = ", which should be 0," * empty
+            others = ranges(at[moved].sort().values)
+            return f"{name} {ranges(moved)}{told} are those of {others}", cause
     return "", ""
 
 

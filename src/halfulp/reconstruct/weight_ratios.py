@@ -289,10 +289,13 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
         if explained > SHARE * max(total - (cause != "operand") * chance, total / 2):
             if cause == "operand":
                 factor = (sums / counts.clamp_min(1)).view(-1, n_key).mean(0)
-                return _few_keys(factor) or _blocks(factor) or Read(text, cause)
+                read = _unequal_parts(call, rest, weight) or _few_keys(factor) or _blocks(factor)
+                return read or Read(text, cause)
             rounded = cause == "rescale" and rms(log, weight) < COARSEST
             last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
             means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
+            if blocks > 1 and (power := _of_powers(call, means, -(-n_key // blocks))):
+                return Read(f"{text}, as of sums to the power of {power:.3g}", "split-merge")
             if rounded and (lse := _of_rounded_lse(call, means, blocks)):
                 return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
             if rounded and rms(log, last) > HALF * rms(log, weight):
@@ -323,6 +326,36 @@ def _of_rounded_lse(call: Call, factors: Tensor, blocks: int) -> str:
             if left < HALF * total:
                 return name
     return ""
+
+
+def _unequal_parts(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
+    """Whether a first part of the keys and a shorter rest are weighed by a power of their sums."""
+    n_key = rest.shape[-1]
+    for width in (128, 64, 32, 16):
+        if width < n_key < 2 * width:
+            each = zip(*(torch.split(x, width, -1) for x in (rest, weight)), strict=True)
+            means = torch.stack([a.sum(-1) / w.sum(-1).clamp_min(1) for a, w in each], -1)
+            if power := _of_powers(call, means, width):
+                return Read(f"the first {width} keys and the rest are weighed as of sums to the"
+                            f" power of {power:.3g}", "split-merge")  # fmt: skip
+    return None
+
+
+def _of_powers(call: Call, factors: Tensor, width: int) -> float:
+    """The power of the sum of each `width` keys that they are weighed by, where these logarithms of
+    factors `[B, H, N, parts]` are those of one, from row to row as well; 0 where they are not.
+    """
+    sums = torch.stack([x.logsumexp(-1) for x in torch.split(scores_of(call), width, -1)], -1)
+    known = (sums.isfinite() & (factors != 0)).all(-1)
+    if sums.shape != factors.shape or int(known.sum()) < SOME:
+        return 0.0
+    x, y = (t[known] - t[known].mean(-1, keepdim=True) for t in (sums, factors))
+    slope = float((x * y).sum() / x.square().sum().clamp_min(1e-300))
+    left, own = y - slope * x, y - y.mean(0)
+    whole = float(left.square().sum()) < (1 - SHARE) * float(y.square().sum())
+    # parts of other lengths have other sums, whatever they are weighed by
+    rows = float((left - left.mean(0)).square().sum()) < (1 - HALF) * float(own.square().sum())
+    return 1 + slope if whole and rows else 0.0
 
 
 def _along_queries(call: Call, factors: Tensor) -> bool:
