@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from benchmarks.unseen.attention.fifth_kernel import Kernel, attention, bf16, fp16
+from benchmarks.unseen.attention.fifth_kernel import LOG2_E, Kernel, attention, bf16, fp16
 
 from halfulp.reconstruct import reconstruct
 
@@ -41,6 +41,25 @@ class RescaledInLow(RescaledOutInLow, RescaledSumInLow):
     pass
 
 
+class LaterKeysUnscaled(Kernel):
+    def scaled(self, s, rows, cols, back):
+        return s * LOG2_E if cols.start > 0 else super().scaled(s, rows, cols, back)
+
+
+class DeltaSummedInLow(Kernel):
+    def delta(self, do, o):
+        total = torch.zeros_like(do[..., :1])
+        for i in range(0, do.shape[-1], 16):
+            part = slice(i, i + 16)
+            total = bf16(total + (do[..., part] * o[..., part]).sum(-1, keepdim=True))
+        return total
+
+
+class DeltaOfColumns(Kernel):
+    def grad_scores(self, p, dp, delta, slope):
+        return p * (dp - (p * dp).sum(-2, keepdim=True)) * slope
+
+
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
@@ -59,3 +78,17 @@ def test_the_mistake_is_told_from_others_like_it(kernel, cause, told):
         (d.cause, d.text) for d in found.harmless if d.cause]  # fmt: skip
     assert any(told in text for key, text in named if key == cause)
     assert {key for key, _ in named} == {cause}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cause"),
+    [
+        (LaterKeysUnscaled, "scale"),
+        (DeltaSummedInLow, "delta"),
+        (DeltaOfColumns, "no-delta"),
+    ],
+)
+def test_what_is_read_is_told_from_what_it_looks_like(kernel, cause):
+    found = reconstruct(attention(kernel))
+    named = [n.cause.key for n in found.causes] + [p.cause for p in found.places]
+    assert named[0] == cause

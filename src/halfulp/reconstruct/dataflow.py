@@ -28,8 +28,10 @@ LINES = 6  # times the variance by chance of a line's factor: it is the line's
 LINED = 0.08  # share of an error that lines must hold
 MANY = 24  # elements of a line that is looked at
 OTHER = 0.5  # of a quantity: what differs so much is another
+ROUGH = 0.1  # of P dP: rounding dP to a format of two bits after the first makes less
 APART = 4.0  # times other errors: what is so much larger has a source of its own
 PILED = 0.3  # of all squared errors: what one element of each row holds of an error that is its own
+BY_ROWS = 1.7  # times what O's rounding makes of δ: sound kernels are read at 1.2 to 1.4
 COARSE = 0.2  # of the root of δ's squared terms: rounding these makes no such error of it
 
 
@@ -312,6 +314,10 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
             told = f"dS is right as {short[tensor]} shows it, and {short[tensor]} is off"
             if terms:
                 return Said(f"{told}, more so from {terms} terms on", "grad-accumulator")
+        more = min(_delta_errs(r, dtype) for r in seen.values())
+        if len(seen) > 1 and more > BY_ROWS:
+            told = f"dS is right as dQ and dK show it, but for δ, which errs {more:.2g} × what"
+            return Said(f"{told} the rounding of O makes of it", "delta")
         of = "" if other is own or other.right else ", unlike in the other gradient"
         told = f"dS is right as {short[tensor]} shows it{of}: what differs is an operand or a sum"
         return Said(told, "")
@@ -332,6 +338,21 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
             told, cause = f"{told}, more so from {terms} terms on", "grad-accumulator"
         return Said(told, cause)
     return part
+
+
+def _delta_errs(read: ReadScores, dtype: torch.dtype) -> float:
+    """How large the errors of δ are that rows of dS have in common, P times a number of each row,
+    in units of those that O's rounding makes; what chance gives each row is none.
+    """
+    size = read.exact.abs()
+    weight = 1 / (spread(dtype) * size.clamp_min(1e-3 * float(size.max()) + 1e-300))
+    error, base = (read.read - read.exact) * weight, read.weights * weight
+    chance = 1 / base.square().sum(-1, keepdim=True).clamp_min(1e-300)
+    number = (error * base).sum(-1, keepdim=True) * chance
+    seen = read.weights.amax(-1, keepdim=True) > 0
+    most = (spread(dtype) * read.delta_noise)[seen].square().mean()
+    much = (number.square() - chance)[seen].mean() / most.clamp_min(1e-300)
+    return math.sqrt(max(0.0, float(much)))
 
 
 def _by_lines(read: ReadScores, dtype: torch.dtype) -> tuple[float, float]:
@@ -409,7 +430,10 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
         return Said(told, "grad-tail")
     # dS errs with itself where it, or P, is rounded; with P dP where dP is
     fine = how.kind == "noise" and how.size < OTHER  # no format is so coarse
-    if fine and _likelier(read, read.weights * read.grad_weights):
+    p_dp = read.weights * read.grad_weights
+    if fine and _likelier(read, p_dp):
+        if float((read.read - read.exact).norm()) > ROUGH * float(p_dp.norm()):
+            return Said(f"{told}, as much as dP is, by no rounding", "no-delta")
         return Said(f"{told}, as much as dP is off", "delta")
     return Said(told, "grad-scores")
 
