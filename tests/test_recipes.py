@@ -85,6 +85,7 @@ CHANGES: dict[str, list[tuple[Recipe, Any]]] = {
         (uniform(BF16, shift=TIED), Shift("stabilized", beta=2.0, unconditional=True)),
     ],
     "row_sum_from": [(BF16_FLASH2, "rounded")],
+    "rescale_of": [(TILED.with_(rescale=BF16), way) for way in ("out", "row_sum")],
     "backward_weights": [(HALFULP, "lse"), (HALFULP, "maximum")],
     "delta_from": [
         (BF16_FLASH2, way) for way in ("residual", "exact_out", "recomputed", "probabilities")

@@ -169,6 +169,29 @@ def test_a_fault_that_needs_a_mask_and_a_size_is_caught():
     assert worst(keys_past_the_queries_left_out) > 0
 
 
+def eager_hiding_with(number):
+    def kernel(query, key, value, *, is_causal, scale, attn_mask=None):
+        scores = query @ key.mT * scale
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        seen = seen.tril() if is_causal else seen if attn_mask is None else attn_mask
+        hidden = torch.finfo(scores.dtype).min if number is None else number
+        return scores.masked_fill(~seen, hidden).float().softmax(-1).to(value.dtype) @ value
+
+    return kernel
+
+
+@pytest.mark.parametrize(("number", "seen"), [(-1e4, True), (-5e4, True), (None, False)])
+def test_a_finite_number_that_hides_is_caught_and_rounded_scores_are_not(number, seen):
+    target = Target.of(eager_hiding_with(number))
+    far = [c for c in plan("quick", "bfloat16").fitted(target.accepts).sizes if "abyss" in c.probe]
+    found = []
+    for case in far:
+        reference = references(case)
+        result = runner(target)(reference.inputs)
+        found += judge_case(case, reference.measure(result), reference, 0.01)[1]
+    assert bool(found) is seen
+
+
 @pytest.mark.parametrize("asked", ["biased/no-option", "causal/sinks"])
 def test_the_bound_holds_a_bias_and_a_sink(asked):
     case = Case(f"sizes/{asked}/plain/contiguous/contiguous/once", Shape(1, 2, 40, 40, 16))

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from halfulp.reconstruct import panel
-from halfulp.reconstruct.dataflow import grad_scores, mantissa_bits
+from halfulp.reconstruct.dataflow import grad_scores
 from halfulp.reconstruct.reconstruction import runner
 from halfulp.reconstruct.sums_read import from_terms, one_term
+from halfulp.reconstruct.unlike import mantissa_bits
 from halfulp.targets import Target
 from tests.audit.zoo_kernel import TEXTBOOK, TEXTBOOK_PLAN, keep_bits, kernel
 

@@ -1,6 +1,7 @@
 """What stands first: calls that differ though they are equal, by more than rounding."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -55,21 +56,71 @@ def test_equal_calls_that_differ_by_more_than_rounding_are_told(made, named):
     assert [n.cause for n in found.causes] == [CAUSES[key] for key in named]
 
 
-@pytest.mark.parametrize("gone", ["zero", "nan", "none"])
-def test_a_number_for_minus_infinity_is_read_where_scores_lie_below_it(gone):
-    """A fault of ours: all scores below −3000 are as one that is hidden."""
+def eager(query, key, value, is_causal, scale, attn_mask, *, hidden, begins=-torch.inf, low=True):
+    """As plain code has it, scores in the operands' format or not; a fault where what hides, or a
+    maximum to begin with, is a number that scores may lie below.
+    """
+    scores = (query @ key.mT if low else query.float() @ key.float().mT) * scale
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    seen = seen.tril() if is_causal else seen
+    seen = seen if attn_mask is None else seen & attn_mask
+    scores = scores.masked_fill(~seen, hidden).float()
+    weights = (scores - scores.amax(-1, keepdim=True).clamp_min(begins)).exp()
+    return (weights / weights.sum(-1, keepdim=True)).to(value.dtype) @ value
+
+
+def said_of(kernel, dtype, known=()):
+    observed = {t: Result(golden(t.call).out.to(dtype)) for t in panel(dtype)[:3]}
+    found = replace(known_to_be(()), dtype=str(dtype).removeprefix("torch."), causes=known)
 
     def run(trial):
-        call, out = trial.call, golden(trial.call, trial.grad_out).out
-        top = (call.query.double() @ call.key.double().mT * call.scale).amax(-1, keepdim=True)
-        instead = {"zero": 0 * out, "nan": out * torch.nan, "none": out}[gone]
-        return Result(torch.where(top < -3000, instead, out).bfloat16())
+        call = trial.call
+        given = [x.detach().requires_grad_() for x in (call.query, call.key, call.value)]
+        if call.sees.window is not None:
+            return None
+        out = kernel(*given, call.sees.causal, call.scale, call.sees.mask)
+        return Result(out.detach(), None, *torch.autograd.grad(out, given, trial.grad_out))
 
-    observed = {trial: run(trial) for trial in ASKED}
-    found = first_said(known_to_be(()), Emulator(observed, run), {})
-    assert [n.cause.key for n in found.causes] == ["mask-finite"] * (gone != "none")
-    for told in (n.text.partition("scores lie below ")[2] for n in found.causes):
-        assert float(told.partition(",")[0]) == pytest.approx(-3000, rel=0.06)
+    return first_said(found, Emulator(observed, run), {}).causes
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_number_for_minus_infinity_is_read_where_scores_lie_below_it(dtype, low):
+    for number in (-1e4, -3e4, -5e4):
+        for fault in ({"hidden": number}, {"hidden": -torch.inf, "begins": number}):
+            told = said_of(partial(eager, low=low, **fault), dtype)
+            assert [n.cause.key for n in told] == ["mask-finite"]
+            read = float(told[0].text.partition("scores lie below ")[2])
+            assert read == pytest.approx(number, rel=0.06)
+
+
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_number_that_no_score_lies_below_is_as_good(dtype, low):
+    for number in (-torch.inf, torch.finfo(dtype).min):
+        assert not said_of(partial(eager, low=low, hidden=number), dtype)
+
+
+def test_a_number_in_the_backward_pass_alone_is_read():
+    def kernel(*given):
+        wrong = eager(*given, hidden=-1e4)
+        right = eager(*(x.detach() for x in given[:3]), *given[3:], hidden=-torch.inf)
+        return wrong + (right - wrong).detach()
+
+    assert [n.cause.key for n in said_of(kernel, torch.float32)] == ["backward-mask"]
+
+
+def test_statistics_that_leave_their_format_are_no_number_for_minus_infinity():
+    def in_half(*given):
+        return eager(*given, hidden=-torch.inf) * torch.where(
+            (given[0][..., :1] * given[1][:, :, :1, :1]).abs() > 40_000, 0.0, 1.0
+        ).to(given[0].dtype)
+
+    (told,) = said_of(in_half, torch.float16)
+    assert told.cause.key == "mask-finite"
+    known = Named(CAUSES["row-max"], "row_max=fp16", 2.0, "out", "sharp", 1.0)
+    assert said_of(in_half, torch.float16, (known,)) == (known,)
 
 
 @pytest.mark.parametrize(

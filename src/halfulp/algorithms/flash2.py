@@ -55,9 +55,9 @@ def _rows(problem: Problem, rows: slice) -> State:
             )
         else:
             accumulator, m, l, l_exact, before = state
-            rescale = problem.rescale(m, shift)
+            of_out, rescale = problem.rescales(m, shift)
             l = step("row_sum", step("rescaled", l * rescale) + tile_sum)
-            accumulator = step("accumulator", step("rescaled", accumulator * rescale) + tile_out)
+            accumulator = step("accumulator", step("rescaled", accumulator * of_out) + tile_out)
             state = State(
                 accumulator, m_new, l, l_exact * rescale + exact_sum, torch.maximum(before, largest)
             )

@@ -52,6 +52,7 @@ def refused(problem: Problem) -> str | None:
         "a polynomial" if recipe.exp_degree is not None else None,
         "a scaled operand" if recipe.scale_into != "product" else None,
         "a reciprocal" if recipe.division != "divide" else None,
+        "a rescale of O or l alone" if recipe.rescale_of != "both" else None,
         "no keys or no queries" if 0 in problem.query.shape or 0 in problem.key.shape else None,
         missing(),
     )

@@ -155,6 +155,12 @@ class Problem:
         step = self.step
         return step("rescale", self.exp(step("max_change", m - shift)))
 
+    def rescales(self, m: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """The same as Ō takes it, and as l does: both the rounded one, or one of them."""
+        rescale, of = self.rescale(m, shift), self.recipe.rescale_of
+        exact = rescale if of == "both" else self.exp(m - shift)
+        return exact if of == "row_sum" else rescale, exact if of == "out" else rescale
+
     def log(self, x: Tensor) -> Tensor:
         """The logarithm of the recipe's base."""
         return logarithm(x, self.recipe.base == "2")

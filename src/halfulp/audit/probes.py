@@ -391,6 +391,7 @@ def _of_sizes(name: str) -> Probe:
         "a covering array (halfulp.audit.size_array)",
         draw_of(levels),
         is_causal=levels["sees"] in CAUSAL,
+        scale=1.0 if levels["scores"] == "abyss" else None,
         elements_only=True,
         manner="/".join(levels[part] for part in ("memory", "grad_memory", "calls")),
         options=partial(options_of, levels),

@@ -28,6 +28,7 @@ DeltaFrom = Literal["out", "residual", "exact_out", "recomputed", "probabilities
 InputScaling = Literal["none", "tensor"]
 LseFrom = Literal["row_sum", "exact"]
 DivisorFrom = Literal["row_sum", "lse", "balanced"]
+RescaleOf = Literal["both", "out", "row_sum"]
 GradValueFrom = Literal["probabilities", "lse"]
 GradientScaleAt = Literal["products", "scores", "probabilities"]
 ScaleInto = Literal["product", "query", "key"]
@@ -134,6 +135,8 @@ class Recipe:
     division: Division = "divide"  # multiply: by a reciprocal of l, rounded
     shift: Shift = Shift()
     row_sum_from: RowSumFrom = "exact"  # l from the weights before or after rounding
+    # of Ō and l the ones that the rounded factor rescales; the other takes the exact one
+    rescale_of: RescaleOf = "both"
     # P = exp(S − lse), exp(S − m)/l, or the rounded weights / l
     backward_weights: BackwardWeights = "lse"
     # rowsum(dO ∘ ·) of O as stored, with its residual, before rounding, or recomputed as P V in the

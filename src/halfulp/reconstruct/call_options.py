@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Sees
-from halfulp.reconstruct.emulating import Twist
+from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Twist
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.twists import LOG2_E, Tensors, hidden_too
@@ -65,6 +65,8 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                             "operand", partial(_through, other, what == "results"),
                             partial(_results_through, other, names),
                             unrounded=("query", "key", "value", *STORED))  # fmt: skip
+    yield from stored(dtype, ("out",))
+    yield from stored(dtype, GRADIENTS)
     for name in ("query", "key", "value"):
         for key, text, dims in (("token", "row", (3,)), ("channel", "feature", (2,)),
                                 ("head", "head", (2, 3)),
@@ -73,6 +75,17 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                 told = f"the {name} is quantized to {fmt} with a scale for each {text}"
                 turn = partial(_quantized, name, dims, fmt, largest)
                 yield Twist(f"{fmt}-{name}-{key}", told, "operand", turn, unrounded=(name,))
+
+
+def stored(dtype: torch.dtype, names: tuple[str, ...]) -> Iterator[Twist]:
+    """Results that are rounded to the other format of 16 bits, and then to their own."""
+    other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}.get(dtype)
+    if other is not None:
+        told = str(other).removeprefix("torch.")
+        what = "gradients pass" if names == GRADIENTS else f"{SHORT[names[0]]} passes"
+        cause = "out" if names == ("out",) else "grad-stored"
+        yield Twist(f"through-{told}-{'-'.join(names)}", f"{what} through {told}", cause, replace,
+                    partial(_results_through, other, names), unrounded=names)  # fmt: skip
 
 
 def _through(fmt: torch.dtype, whole: bool, trial: Trial) -> Trial:

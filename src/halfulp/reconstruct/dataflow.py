@@ -9,7 +9,7 @@ vectors, dQ is dS itself, with Q made of them dK is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -17,139 +17,19 @@ from torch import Tensor
 
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
-from halfulp.reconstruct.ranges import ranges
-from halfulp.reconstruct.sums_read import BITS, from_terms, spread
+from halfulp.reconstruct.sums_read import from_terms, spread
+from halfulp.reconstruct.unlike import FITTED, HELD, RIGHT, Unlike, mantissa_bits, unlike
 
-OFF = 1.8  # times the spread that rounding makes: from there on a quantity differs
-HELD = 0.9  # share of what differs that a place must hold
 SLIGHT = 0.03  # of a quantity: what errs so little is no part left out
-FITTED = 0.85  # share of it that a fit must explain
 LINES = 6  # times the variance by chance of a line's factor: it is the line's
 LINED = 0.08  # share of an error that lines must hold
 MANY = 24  # elements of a line that is looked at
 OTHER = 0.5  # of a quantity: what differs so much is another
+ROUGH = 0.1  # of P dP: rounding dP to a format of two bits after the first makes less
 APART = 4.0  # times other errors: what is so much larger has a source of its own
 PILED = 0.3  # of all squared errors: what one element of each row holds of an error that is its own
+BY_ROWS = 1.7  # times what O's rounding makes of δ: sound kernels are read at 1.2 to 1.4
 COARSE = 0.2  # of the root of δ's squared terms: rounding these makes no such error of it
-
-
-@dataclass(frozen=True)
-class Unlike:
-    """How one quantity differs from what it should be."""
-
-    text: str  # empty where it does not
-    kind: str  # right, head, tail, rows, factor, row-factor, column-factor, bits, zero or noise
-    size: float = 0.0  # rms of the difference, of the quantity's
-    bits: int = 0  # of the mantissas, where they are fewer than the dtype's
-    where: str = ""  # " in queries 3-9 of 64"
-    inside: Tensor | None = field(default=None, compare=False, repr=False)  # which elements
-
-    @property
-    def right(self) -> bool:
-        """Whether it is what it should be."""
-        return self.kind == "right"
-
-
-RIGHT = Unlike("", "right")
-
-
-def unlike(
-    x: Tensor,
-    exact: Tensor,
-    sigma: Tensor,
-    dtype: torch.dtype,
-    of: tuple[str, str] = ("queries", "keys"),
-) -> Unlike:
-    """How `x` `[B, H, R, C]` differs from the exact one, where rounding makes an error of `sigma`;
-    `of` is what its rows and columns are called.
-    """
-    usable = (sigma > 0) & x.isfinite() & exact.isfinite()
-    x, exact = (torch.where(usable, t, 0.0) for t in (x, exact))
-    weight = torch.where(usable, 1 / sigma.clamp_min(1e-300), 0.0)
-    z = ((x - exact) * weight).square()
-    count = usable.double()
-    if float(z.sum()) < OFF**2 * float(count.sum().clamp_min(1)):
-        # a place so small that it does not count among all
-        small = place_of(z, count, of, least=30.0)
-        return small or RIGHT
-    size = math.sqrt(float((x - exact).square().sum() / exact.square().sum().clamp_min(1e-300)))
-    place = place_of(z, count, of)
-    where, kind = ("", "") if place is None else (place.text, place.kind)
-    told, how = _fitted(x, exact, weight, float(z.sum()))
-    bits = mantissa_bits(x)
-    if how == "noise" and 0 < bits < BITS[dtype]:
-        told, how = f"comes in {bits} bits", "bits"
-    if how == "noise":
-        told = f"is off by {100 * size:.2g} %"
-    inside = None if place is None else place.inside
-    bits = bits if bits < BITS[dtype] else 0
-    return Unlike(f"{told}{where}", kind or how, size, bits, where, inside)
-
-
-def place_of(z: Tensor, count: Tensor, of: tuple[str, str], least: float = OFF**2) -> Unlike | None:
-    """Few heads, rows or columns that hold what differs, where the others are right."""
-
-    def few(dims: tuple[int, ...]) -> Tensor | None:
-        excess, every = (z - count).sum(dims), count.sum(dims)
-        bad = z.sum(dims) > least * every.clamp_min(1)
-        most = HELD * float(excess.clamp_min(0).sum())
-        held = bool(bad.any()) and float(excess[bad].sum()) > most
-        return bad.nonzero() if held and 2 * int(bad.sum()) <= int((every > 0).sum()) else None
-
-    found = few((2, 3))
-    if found is not None:
-        heads = [f"({b}, {h})" for b, h in found.tolist()]
-        more = " and others" * (len(heads) > 3)
-        inside = torch.zeros_like(z, dtype=torch.bool)
-        inside[found[:, 0], found[:, 1]] = True
-        text = f" in heads (sequence, head) {', '.join(heads[:3])}{more}"
-        return Unlike(text, "head", inside=inside)
-    for dims, name in (((0, 1, 3), of[0]), ((0, 1, 2), of[1])):
-        found = few(dims)
-        if found is not None:
-            some, n = found.flatten(), z.shape[6 - sum(dims)]
-            last = int(some[-1]) == n - 1 and len(some) == n - int(some[0])
-            at = torch.zeros(n, dtype=torch.bool)
-            at[some] = True
-            inside = (at[:, None] if 2 not in dims else at).expand(z.shape)
-            kind = "tail" if last else "rows"
-            return Unlike(f" in {name} {ranges(some)} of {n}", kind, inside=inside)
-    return None
-
-
-def _fitted(x: Tensor, exact: Tensor, weight: Tensor, total: float) -> tuple[str, str]:
-    """One factor, or one for each row or column, that explains what differs."""
-    u, v = x * weight, exact * weight
-    for dims, told, kind in (
-        ((-1, -2, -3, -4), "", "factor"),
-        ((-1,), "is off by a factor in each row", "row-factor"),
-        ((-2,), "is off by a factor in each column", "column-factor"),
-    ):
-        along = (u * v).sum(dims, keepdim=True)
-        factor = along / v.square().sum(dims, keepdim=True).clamp_min(1e-300)
-        left = float((u - factor * v).square().sum())
-        if left < (1 - FITTED) * total:
-            if kind == "factor":
-                f = float(factor)
-                return "is 0" if abs(f) < 1e-6 else f"is {f:.4g} × what it should be", kind
-            return told, kind
-    return "", "noise"
-
-
-def mantissa_bits(x: Tensor) -> int:
-    """The bits that all but one in fifty of the numbers need, the first counted."""
-    numbers = x[(x != 0) & x.isfinite()].double().abs()
-    if len(numbers) < 32:
-        return 0
-    fraction, _ = torch.frexp(numbers)
-    for bits in range(1, 24):
-        scaled = fraction * 2.0**bits
-        if float((scaled == scaled.round()).double().mean()) > 0.98:
-            return bits
-    return 24
-
-
-# --- readings
 
 
 @dataclass(frozen=True)
@@ -312,6 +192,10 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
             told = f"dS is right as {short[tensor]} shows it, and {short[tensor]} is off"
             if terms:
                 return Said(f"{told}, more so from {terms} terms on", "grad-accumulator")
+        more = min(_delta_errs(r, dtype) for r in seen.values())
+        if len(seen) > 1 and more > BY_ROWS:
+            told = f"dS is right as dQ and dK show it, but for δ, which errs {more:.2g} × what"
+            return Said(f"{told} the rounding of O makes of it", "delta")
         of = "" if other is own or other.right else ", unlike in the other gradient"
         told = f"dS is right as {short[tensor]} shows it{of}: what differs is an operand or a sum"
         return Said(told, "")
@@ -347,6 +231,21 @@ def _of_pairs(read: ReadScores) -> tuple[str, str] | None:
     if float(error[hidden].sum()) > HELD * float(error.sum()):
         return "is not 0 for pairs that are hidden", "backward-mask"
     return None
+
+
+def _delta_errs(read: ReadScores, dtype: torch.dtype) -> float:
+    """How large the errors of δ are that rows of dS have in common, P times a number of each row,
+    in units of those that O's rounding makes; what chance gives each row is none.
+    """
+    size = read.exact.abs()
+    weight = 1 / (spread(dtype) * size.clamp_min(1e-3 * float(size.max()) + 1e-300))
+    error, base = (read.read - read.exact) * weight, read.weights * weight
+    chance = 1 / base.square().sum(-1, keepdim=True).clamp_min(1e-300)
+    number = (error * base).sum(-1, keepdim=True) * chance
+    seen = read.weights.amax(-1, keepdim=True) > 0
+    most = (spread(dtype) * read.delta_noise)[seen].square().mean()
+    much = (number.square() - chance)[seen].mean() / most.clamp_min(1e-300)
+    return math.sqrt(max(0.0, float(much)))
 
 
 def _by_lines(read: ReadScores, dtype: torch.dtype) -> tuple[float, float]:
@@ -431,7 +330,10 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
         return Said(told, "grad-tail")
     # dS errs with itself where it, or P, is rounded; with P dP where dP is
     fine = how.kind == "noise" and how.size < OTHER  # no format is so coarse
-    if fine and _likelier(read, read.weights * read.grad_weights):
+    p_dp = read.weights * read.grad_weights
+    if fine and _likelier(read, p_dp):
+        if float((read.read - read.exact).norm()) > ROUGH * float(p_dp.norm()):
+            return Said(f"{told}, as much as dP is, by no rounding", "no-delta")
         return Said(f"{told}, as much as dP is off", "delta")
     return Said(told, "grad-scores")
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.operations import DTYPES
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Emulator, Model
+from halfulp.reconstruct.floor_read import floor_of
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
-from halfulp.reconstruct.panel import Run, Trial, lying_at
+from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.parts_read import merged
 from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.suggested import vanished
@@ -28,7 +28,10 @@ _SURER = (STRUCTURE - {"unwritten", "elements"}) | {
     "maximum", "mask", "window", "sinks", "softcap", "scale", "dropout", "reciprocal",
 }  # fmt: skip
 """What is read, or explains O, and no weights of parts replace, which fit anything."""
-FAR, NEAR = -12_000.0, -150.0  # scores that no trial has, and that one has
+_OF_FLOORS = {"mask-finite", "masked-row"}
+"""What rows show that see nothing, or little, where a finite number hides."""
+_STATISTICS = {"row-max", "row-sum", "lse", "accumulator"}
+"""Of a row, and in coarse formats not finite where scores are large."""
 SAME = 1e-3  # of an error, that is left of it where bits are another format's
 EVERY_SO_MANY = 2  # of the trials one is asked again
 RANDOM = 3.0  # times stock's error: what two equal calls differ by is no rounding at random
@@ -41,7 +44,7 @@ def first_said(
     found = _without_weights(found, emulator)
     if told := vanished(emulator):
         found = _without_maximum(found, told)
-    elif not any(n.function for n in found.causes) and not any(p.was_read for p in found.places):
+    else:
         found = _with_floor(found, emulator.run)
     found = _with_other_bits(_with_parts(found, emulator), emulator)
     return _with_unstable(found, emulator, moved)
@@ -71,33 +74,20 @@ def _no_weights(emulator: Emulator, trial: str) -> bool:
 
 
 def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
-    """Asked of scores further below 0 than any trial's: rows of them see nothing where a finite
-    number stands for −∞.
+    """Asked of scores further below 0 than any trial's, where nothing read says more than masks of
+    finite numbers do.
     """
-    dtype = DTYPES[found.dtype]
-    # products of so large numbers are none of float16 before their scale
-    if dtype == torch.float16 or not _sees_nothing(run, lying_at(FAR, dtype)):
+    read = [p.cause for p in found.places if p.was_read]
+    known = [n.cause.key for n in found.causes if n.function]
+    if not {*read, *known} <= _OF_FLOORS:
         return found
-    low, high = FAR, NEAR
-    while low / high > 1.05:
-        middle = -math.sqrt(low * high)
-        seen = not _sees_nothing(run, lying_at(middle, dtype))
-        low, high = (low, middle) if seen else (middle, high)
-    before = low / lying_at(low, dtype).call.scale
-    text = f"O is 0, or not finite, in rows whose scores lie below {low:.2g}"
-    text = f"{text}, {before:.2g} before their scale"
-    first = Named(CAUSES["mask-finite"], text, math.inf, "out", "", 1.0, located=True,
+    told = floor_of(run, DTYPES[found.dtype])
+    if told is None or (told.gone and _STATISTICS & {*read, *(n.cause.key for n in found.causes)}):
+        return found
+    first = Named(CAUSES[told.cause], told.text, math.inf, told.tensor, "", 1.0, located=True,
                   function=True)  # fmt: skip
-    return replace(found, causes=(first, *found.causes))
-
-
-def _sees_nothing(run: Run, trial: Trial) -> bool:
-    result = run(trial)
-    if result is None:
-        return False
-    out, exact = result.out.double(), golden(trial.call).out  # scores of 16 bits make means of V
-    gone = ~out.isfinite().all(-1) | ((out == 0).all(-1) & (exact != 0).any(-1))
-    return bool(gone.double().mean() > 0.5)
+    causes = [n for n in found.causes if n.cause.key not in _OF_FLOORS]
+    return replace(found, causes=(first, *causes))
 
 
 def called_twice(run: Run, observed: Mapping[Trial, Result]) -> dict[tuple[str, str], float]:

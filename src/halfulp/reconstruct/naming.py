@@ -28,8 +28,8 @@ _FORWARD_CAUSES = {
     "row-max": ("row_max", "tie_threshold", "shifted_scores"),
     "weights": ("weights", "weights_operand", "weights_scale"),
     "row-sum": ("block_sum", "row_sum", "row_sum_floor"),
-    "accumulator": ("max_change", "rescale", "rescaled", "block_out", "accumulator",
-                    "renormalized"),
+    "rescale": ("max_change", "rescale", "rescale_of"),
+    "accumulator": ("rescaled", "block_out", "accumulator", "renormalized"),
     "reciprocal": ("division", "reciprocal"),
     "out": ("out",),
     "lse": ("log_row_sum", "lse", "lse_from"),
@@ -211,6 +211,9 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         alone = any((d.twist or "").startswith(GRADIENTS) for d in group)
         if key == "grad-scale" and whose >= frozenset(GRADIENTS) and not (slipped or alone):
             key = "backward-weights"  # what all three gradients have, P has
+        # a factor that is rounded is a rounding, though one that is wrong is none
+        fields_alone = key == "rescale" and all(d.field for d in group)
+        function = slipped or (CAUSES[key].kind == "function" and not fields_alone)
         without = emulator.fits(reverted(model, stock, group), every)
         most, place, calls = (False, False, 0.0), None, set[str]()
         for where, fit in with_it.items():
@@ -219,7 +222,7 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             explains = min(1.0, without[where].left) - min(1.0, fit.left)
             harm = math.sqrt(own / before) if before else 1.0
             # above 20 times no rounding that leaves a tenth unexplained is what does it
-            gross = CAUSES[key].kind == "rounding" and harm >= GROSS
+            gross = not function and harm >= GROSS
             proven = 1 - min(1.0, fit.left) >= (PROVEN if gross else LIKELY)
             # what the forward pass does is told there, though a gradient may show it more
             clear = harm > HARMFUL and fit.left <= 1 - PROVEN
@@ -229,13 +232,12 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
                 most, place = max((most, place), (first, where), key=lambda found: found[0])
         share = 0.0 if place is None else 1 - min(1.0, with_it[place].left)
         once = len(calls) == 1 < len(emulator.trials) and share < PROVEN
-        least = ONCE if once and CAUSES[key].kind == "rounding" else HARMFUL
+        least = HARMFUL if function or not once else ONCE
         # one algorithm is as good as another
         if place is None or most[-1] < least or key == "weights-normalized":
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
-        function = slipped or CAUSES[key].kind == "function"
         found.append(
             Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function,
                   twists=tuple(d.twist for d in group if d.twist is not None))

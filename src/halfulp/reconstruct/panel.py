@@ -16,6 +16,7 @@ from torch import Tensor
 from halfulp.calls import Call, Result, Sees
 
 SMALL = 200_000  # pairs of queries and keys
+FLAT = 16  # tokens of a call whose scores are one number
 Draw = Callable[[torch.Generator], dict[str, Any]]
 
 
@@ -308,16 +309,28 @@ def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> 
     return Trial(name, call, x["grad_out"].to(dtype), about)
 
 
-def lying_at(level: float, dtype: torch.dtype) -> Trial:
-    """A small call of which every score lies around `level`, below 0, by one feature."""
+def lying_at(level: float, dtype: torch.dtype, hidden: str) -> Trial:
+    """A small call of which all scores are one number, about `level`, below 0, in any format and
+    before the scale, which is 1. What is hidden is so by causality, by a window as well, or by a
+    mask; no gradient reaches rows that see more than the first quarter of the keys.
+    """
 
     def draw(g: torch.Generator) -> dict[str, Any]:
-        x = _operands(g, (1, 2, 2), (16, 16), (64, 64))
-        root = math.sqrt(-level * math.sqrt(64))
-        x["query"][..., 0], x["key"][..., 0] = root, -root
-        return x
+        x = _operands(g, (1, 2, 2), (FLAT, FLAT), (64, 64))
+        x["query"], x["key"] = torch.zeros_like(x["query"]), torch.zeros_like(x["key"])
+        x["query"][..., 0], x["key"][..., 0] = 128.0, float(torch.tensor(level / 128).bfloat16())
+        x["grad_out"][:, :, FLAT // 4 :] = 0
+        later = torch.rand(FLAT, FLAT, generator=g) > 0.5
+        later[: FLAT // 4, FLAT // 4 :] = False
+        sees = {
+            "causal": Sees(causal=True),
+            "window": Sees(causal=True, window=(FLAT // 4, 0)),
+            "mask": Sees(mask=(later | torch.eye(FLAT).bool())[None, None]),
+            "nothing": Sees(),
+        }
+        return x | {"scale": 1.0, "sees": sees[hidden]}
 
-    return _trial(f"at {level:g}", f"scores around {level:g}", draw, dtype, 0)
+    return _trial(f"{hidden} at {level:g}", f"scores of {level:g}", draw, dtype, 0)
 
 
 def some_heads(trial: Trial, most: int) -> Trial:

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfulp.reconstruct import call_kinds
 from halfulp.reconstruct.call_asked import GROUPED, holds
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.dataflow import OFF, SLIGHT, Unlike, place_of
+from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
 from halfulp.reconstruct.groups_read import members_counted
@@ -20,6 +20,7 @@ from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_
 from halfulp.reconstruct.panel import simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
 from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
+from halfulp.reconstruct.unlike import OFF, Unlike, place_of
 from halfulp.reconstruct.weight_ratios import Read
 
 FAR = 20.0  # times the model's error: no rounding

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfulp.calls import Result
 from halfulp.reconstruct import space
 from halfulp.reconstruct.columns_read import of_columns
-from halfulp.reconstruct.dataflow import OTHER, Unlike, grad_scores, unlike
+from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.exact import scores_of, weights_of
@@ -27,6 +27,7 @@ from halfulp.reconstruct.sums_read import (
     spread,
     value_rows,
 )
+from halfulp.reconstruct.unlike import Unlike, unlike
 from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights, weighed
 

@@ -119,6 +119,11 @@ def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
         *({"block_key": width} for width in (128, *_WIDTHS)),
         {"row_sum_from": "rounded"},
         {"row_sum_from": "exact"},
+        *(
+            {"rescale": fmt, "rescale_of": of}
+            for fmt in dict.fromkeys((low, BF16, FP16))
+            for of in ("out", "row_sum")
+        ),
         {"base": "2"},
         {"base": "e", "shift": Shift()},
         {"base": "2", "shift": Shift("integer")},

@@ -395,6 +395,7 @@ class Stages:
         """One gradient in a way of its own."""
         own = frozenset({name})
         summed = () if name == "grad_query" else tuple(call_options.groups())
+        summed += tuple(call_options.stored(self.dtype, (name,)))
         arithmetic = neighbors_of(lambda: (*space.backward_changes(self.dtype, own),
                                            *space.twist_changes(summed, own)))  # fmt: skip
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, own))

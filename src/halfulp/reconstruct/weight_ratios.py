@@ -250,10 +250,15 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
             along = (moved * own).sum(-1).square() / own.square().sum(-1).clamp_min(1e-300)
             size = float(moved.square().sum())
             # no format, and no factor of a row, makes another operand so unlike
-            if size > OTHER**2 * float(own.square().sum()) and float(along.sum()) < size / 2:
-                return Read(
-                    f"the scores are those of another {name}, which is unlike", "other-data"
-                )
+            if size > OTHER**2 * float(own.square().sum()):
+                if float(along.sum()) < size / 2:
+                    return Read(
+                        f"the scores are those of another {name}, which is unlike", "other-data"
+                    )
+                if float(along.sum()) > SHARE * size:
+                    factor = 1 + (moved * own).sum(-1) / own.square().sum(-1).clamp_min(1e-300)
+                    told = f"{_spread(factor)} × what they should be, by the row of {name}"
+                    return Read(f"scores are {told}", "scale")
             return Read(f"the scores are those of another {name}", "operand")
     return None
 
