@@ -136,7 +136,7 @@ class Trial:
         return self.known[key]  # type: ignore[no-any-return]
 
     def _likeness(self, base: Rounding, way: Way) -> tuple[Any, ...]:
-        return ("like", self.failing, base.name, str(way))
+        return ("like", self.failing, base.name, _known_as(way))
 
     def _keep_likeness(self, base: Rounding, way: Way, other: Tensors | None) -> None:
         """Kept as soon as a way has been computed: regions are looked for by it."""
@@ -165,7 +165,7 @@ class Trial:
         """The share that one more way explains, and the way: in both passes or in one alone, since
         kernels compute a value again or keep it.
         """
-        key = ("best", self.failing, base.name, *map(str, (*chosen, way)))
+        key = ("best", self.failing, base.name, *map(_known_as, (*chosen, way)))
         share, alone = self.known.get(key) or self._best(base, chosen, way)
         if way.text and all(one.text for one in chosen):
             self.known[key] = share, alone
@@ -194,7 +194,7 @@ class Trial:
 
     def _scores_without(self, base: Rounding, chosen: tuple[Way, ...]) -> dict[str, float] | None:
         """The scores of what a further way is tried beside, once for all of these."""
-        key = ("scores", self.failing, base.name, *map(str, chosen))
+        key = ("scores", self.failing, base.name, *map(_known_as, chosen))
         if key not in self.known:
             none = self.emulated(base, chosen)
             self.known[key] = None if none is None else self._scores(none)
@@ -270,7 +270,7 @@ class Trial:
         """How much of the failing tensors' squared errors these ways explain, less what they make
         wrong of the others: 1 for all, below 0 for less than nothing.
         """
-        key = ("share", self.failing, base.name, *map(str, chosen))
+        key = ("share", self.failing, base.name, *map(_known_as, chosen))
         if key not in self.known:
             emulated = self.emulated(base, chosen)
             random = any(self._random(way) for way in chosen) and not self._same(emulated)
@@ -366,6 +366,11 @@ def moving(name: str) -> Way:
         return x * (1 + MOVED) + (x == 0) * MOVED if x.is_floating_point() else x
 
     return Way("", f"{name} moved", {name: move})
+
+
+def _known_as(way: Way) -> tuple[str, Any]:
+    """By what a way is known; several forms of eager code are told alike."""
+    return str(way), way.eager
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
