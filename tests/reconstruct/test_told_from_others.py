@@ -60,6 +60,69 @@ class DeltaOfColumns(Kernel):
         return p * (dp - (p * dp).sum(-2, keepdim=True)) * slope
 
 
+class RowsSummedKeyByKey(Kernel):
+    def add_row(self, l, a, p):
+        total = bf16(l * a)
+        for term in p.unbind(-1):
+            total = bf16(total + term.unsqueeze(-1))
+        return total
+
+
+class ScoresOfDistances(Kernel):
+    """A number for each distance, that nobody asked for; of a wave no key has one factor."""
+
+    wave = True
+
+    def scaled(self, s, rows, cols, back):
+        distance = (
+            torch.arange(cols.start, cols.stop) - torch.arange(rows.start, rows.stop)[:, None]
+        )
+        by = torch.sin(1.7 * distance) if self.wave else 0.05 * distance
+        return super().scaled(s, rows, cols, back) + by * LOG2_E
+
+
+class ScoresFurther(ScoresOfDistances):
+    wave = False
+
+
+class GradientsThroughE5M2(Kernel):
+    def backward(self):
+        largest = torch.finfo(torch.float8_e5m2).max
+        units = [(x.abs().amax() / largest, x) for x in super().backward()]
+        return tuple((x / unit).to(torch.float8_e5m2).float() * unit for unit, x in units)
+
+
+class NoGradientsOfSeveralHeads(Kernel):
+    def backward(self):
+        several = self.at.q.shape[1] > 1
+        return tuple(torch.zeros_like(x) if several else x for x in super().backward())
+
+
+class LaterQueriesOfSeveralSequencesLost(Kernel):
+    def backward(self):
+        if self.at.q.shape[0] > 1:
+            self.at.do = self.at.do * (torch.arange(self.at.n) < 16)[:, None]
+        return super().backward()
+
+
+class HiddenRowsAreTheFirstValue(Kernel):
+    def finish(self, m, l, acc, rows):
+        out, lse = super().finish(m, l, acc, rows)
+        return torch.where(l == 0, self.at.v[:, :, :1], out), lse
+
+
+class BiasOfTheFirstSequence(Kernel):
+    """Where all heads share it."""
+
+    def given_mask(self, rows, cols):
+        own = self.at.mask
+        if own.dtype != torch.bool and own.shape[1] == 1:
+            self.at.mask = own[:1]
+        found = super().given_mask(rows, cols)
+        self.at.mask = own
+        return found
+
+
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
@@ -86,6 +149,14 @@ def test_the_mistake_is_told_from_others_like_it(kernel, cause, told):
         (LaterKeysUnscaled, "scale"),
         (DeltaSummedInLow, "delta"),
         (DeltaOfColumns, "no-delta"),
+        (RowsSummedKeyByKey, "row-sum"),
+        (ScoresOfDistances, "mask"),
+        (ScoresFurther, "mask"),
+        (GradientsThroughE5M2, "grad-stored"),
+        (NoGradientsOfSeveralHeads, "unwritten"),
+        (LaterQueriesOfSeveralSequencesLost, "grad-tail"),
+        (HiddenRowsAreTheFirstValue, "masked-row"),
+        (BiasOfTheFirstSequence, "mask"),
     ],
 )
 def test_what_is_read_is_told_from_what_it_looks_like(kernel, cause):

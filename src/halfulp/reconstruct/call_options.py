@@ -78,14 +78,21 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
 
 
 def stored(dtype: torch.dtype, names: tuple[str, ...]) -> Iterator[Twist]:
-    """Results that are rounded to the other format of 16 bits, and then to their own."""
+    """Results that are rounded to the other format of 16 bits, or to one of 8 with a scale for each
+    tensor, and then to their own.
+    """
+    what = "gradients pass" if names == GRADIENTS else f"{SHORT[names[0]]} passes"
+    cause, short = "out" if names == ("out",) else "grad-stored", "-".join(names)
     other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}.get(dtype)
     if other is not None:
         told = str(other).removeprefix("torch.")
-        what = "gradients pass" if names == GRADIENTS else f"{SHORT[names[0]]} passes"
-        cause = "out" if names == ("out",) else "grad-stored"
-        yield Twist(f"through-{told}-{'-'.join(names)}", f"{what} through {told}", cause, replace,
+        yield Twist(f"through-{told}-{short}", f"{what} through {told}", cause, replace,
                     partial(_results_through, other, names), unrounded=names)  # fmt: skip
+    for fmt in (torch.float8_e4m3fn, torch.float8_e5m2):
+        told = str(fmt).removeprefix("torch.float8_").removesuffix("fn")
+        text = f"{what} through {told} with a scale for each tensor"
+        yield Twist(f"through-{told}-{short}", text, cause, replace,
+                    partial(_results_scaled, fmt, names), unrounded=names)  # fmt: skip
 
 
 def _through(fmt: torch.dtype, whole: bool, trial: Trial) -> Trial:
@@ -101,6 +108,18 @@ def _results_through(
     low = trial.grad_out.dtype
     return {n: x if n == "lse" else (x.to(fmt) if n in names else x).to(low).to(x.dtype)
             for n, x in tensors.items()}  # fmt: skip
+
+
+def _results_scaled(
+    fmt: torch.dtype, names: tuple[str, ...], trial: Trial, tensors: Tensors
+) -> Tensors:
+    """The largest number of each becomes the format's."""
+    found = dict(tensors)
+    for name in tensors.keys() & names:
+        x = tensors[name]
+        unit = x.abs().amax().clamp_min(1e-30) / torch.finfo(fmt).max
+        found[name] = ((x / unit).to(fmt).to(x.dtype) * unit).to(trial.grad_out.dtype).to(x.dtype)
+    return found
 
 
 def groups() -> Iterator[Twist]:

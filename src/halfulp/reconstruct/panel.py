@@ -150,10 +150,11 @@ def _of(
 
 
 def _given(heads: tuple[int, int, int], n: int, *, additive: bool) -> Draw:
-    """One mask for all heads and sequences."""
+    """A mask for all heads, additive ones another for each sequence."""
 
     def draw(g: torch.Generator) -> dict[str, Any]:
-        x, noise = _operands(g, heads, (n, n), (32, 32)), torch.randn(1, 1, n, n, generator=g)
+        x, many = _operands(g, heads, (n, n), (32, 32)), heads[0] if additive else 1
+        noise = torch.randn(many, 1, n, n, generator=g)
         return x | {"sees": Sees(mask=noise if additive else (noise > -0.5) | torch.eye(n).bool())}
 
     return draw
@@ -237,7 +238,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
                           sinks=torch.tensor([1.0, 2.0, 0.0, 3.0]))),
     "masked_ragged": ("93 tokens, a boolean mask for all heads",
                       _given((2, 2, 2), 93, additive=False)),
-    "biased_grouped": ("70 tokens, an additive mask for all heads, 4 heads on 2",
+    "biased_grouped": ("70 tokens, an additive mask for each sequence, 4 heads on 2",
                        _given((2, 4, 2), 70, additive=True)),
     "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", _padded_keys),
     "biased_cross": ("66 queries, 90 keys, an additive mask for each head", _biased_cross),

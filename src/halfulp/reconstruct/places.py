@@ -257,7 +257,8 @@ def _told(
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
             stands = special in _OPTIONS or read.cause not in told_more
-            if read.cause == "lse-other" and special != "sinks":  # a matter of no other option
+            # matters of no other option
+            if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):
                 stands = False
             # a rounding is what it is, wherever it shows
             stands = stands and (gross or CAUSES[read.cause].kind != "rounding")

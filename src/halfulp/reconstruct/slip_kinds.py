@@ -388,7 +388,8 @@ class Slip:
             return "operand"
         if self.mistake == "factor" and self.stage in MULTIPLIED and not (self.parts or self.rows):
             return "value-factor"
-        if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and blocks):
+        some = blocks or (self.rows and self.stage not in FORWARD_STAGES)
+        if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and some):
             # of whole rows, in all they enter; a factor that is 1 instead loses no key
             if self.stage in ("b_lse", "b_weights", "delta") or stage.neutral == 1:
                 return stage.cause

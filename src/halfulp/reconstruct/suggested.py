@@ -159,7 +159,8 @@ def silent(results: Results) -> list[Twist]:
                     changed[name] = tensors[name].masked_fill(gone, 0)
             return changed
 
-        cause = "unwritten" if "out" in names else "grad-tail"
+        whole = any(bool(gone.all()) for gone in zero.values())
+        cause = "unwritten" if "out" in names or whole else "grad-tail"
         found.append(Twist(f"silent{key}", f"results are never written: {where}{told}", cause,
                            turn, back))  # fmt: skip
     return found

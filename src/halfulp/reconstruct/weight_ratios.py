@@ -18,6 +18,7 @@ from halfulp.reconstruct.ranges import ranges
 
 CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
+SLOPED = 0.01  # of it that a slope may leave: one factor for each of few blocks leaves more
 OTHER = 0.5  # of an operand's size: from there on it is no coarser one, but another
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
@@ -72,7 +73,8 @@ def compared_ratios(
     told = clear.any(-1)
     size_of = scores_of(call).logsumexp(-1)[told].exp()
     little = common < 8 * noise
-    alike = _row_factor(call, rows[told].exp().flatten(), size_of, little, backward)
+    alike = None if little else _of_a_short_sum(call, rows.squeeze(-1), told)
+    alike = alike or _row_factor(call, rows[told].exp().flatten(), size_of, little, backward)
     if backward and (own := _of_own_scores(call, log, weight, float(rest.square().sum()))):
         return own
     if spread < 2 * noise and (spread < noise or spread**2 < (1 - SHARE) * size**2):
@@ -114,6 +116,25 @@ def _of_size(call: Call, rest: Tensor, clear: Tensor, noise: float, size: str) -
     plain, best = found[0], min(found)
     told = best if best[0] < plain[0] - 0.05 else plain
     return Read(*told[1:], by_size=True)
+
+
+def _of_a_short_sum(call: Call, log: Tensor, told: Tensor) -> Read | None:
+    """Whether one factor a row, as logarithms `[B, H, N]`, is what a sum over the row makes that is
+    rounded after every key: it stays where it is once keys are small beside it.
+    """
+    if call.sinks is not None:
+        return None
+    scores = scores_of(call)
+    terms = (scores - scores.amax(-1, keepdim=True)).exp()
+    for low in (torch.bfloat16, torch.float16):
+        total = torch.zeros(terms.shape[:-1], dtype=low)
+        for term in terms.float().unbind(-1):
+            total = (total.float() + term).to(low)
+        left = log - (terms.sum(-1) / total.double()).log()
+        if float(left[told].square().mean()) < (1 - SHARE) * float(log[told].square().mean()):
+            name = str(low).removeprefix("torch.")
+            return Read(f"the row sum is rounded to {name} after every key", "row-sum")
+    return None
 
 
 def _row_factor(call: Call, factor: Tensor, row_sum: Tensor, little: bool, backward: bool) -> Read:
@@ -294,19 +315,21 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
         if explained > SHARE * max(total - (cause != "operand") * chance, total / 2):
             if cause == "operand":
                 factor = (sums / counts.clamp_min(1)).view(-1, n_key).mean(0)
-                read = _unequal_parts(call, rest, weight) or _few_keys(factor) or _blocks(factor)
-                return read or Read(text, cause)
+                read = _unequal_parts(call, rest, weight) or _sloped(factor)
+                return read or _few_keys(factor) or _blocks(factor) or Read(text, cause)
+            if blocks == 1:
+                return Read(text, cause)
             rounded = cause == "rescale" and rms(log, weight) < COARSEST
             last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
             means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
-            if blocks > 1 and (power := _of_powers(call, means, -(-n_key // blocks))):
+            if power := _of_powers(call, means, -(-n_key // blocks)):
                 return Read(f"{text}, as of sums to the power of {power:.3g}", "split-merge")
             if rounded and (lse := _of_rounded_lse(call, means, blocks)):
                 return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
             if rounded and rms(log, last) > HALF * rms(log, weight):
                 return Read(f"{text}, which is small, and the last has one as well: the maximum is"
                             " rounded", "row-max")  # fmt: skip
-            if blocks > 1 and _along_queries(call, means):
+            if _along_queries(call, means):
                 return Read(f"{text}, as if K had another vector added in each", "operand")
             if rounded:
                 return Read(f"{text}, which is small: sums are rescaled coarsely", "accumulator")
@@ -398,6 +421,17 @@ def _of_maximum(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     keys = ranges((more if 2 * int(more.sum()) <= len(more) else ~more).nonzero().flatten())
     told = f"weights of keys {keys} of {len(more)} and of the others are apart by exp of their"
     return Read(f"{told} row's maximum, which is taken off one of them alone", "maximum")
+
+
+def _sloped(ratio: Tensor) -> Read | None:
+    """A factor from each key to the next: rows have no other sum by it, and see no distance."""
+    at = torch.arange(len(ratio)).double()
+    at, own = at - at.mean(), ratio - ratio.mean()
+    slope = float((at * own).sum() / at.square().sum())
+    if float((own - slope * at).square().sum()) > SLOPED * float(own.square().sum()):
+        return None
+    told = f"weights grow by {math.exp(slope):.4g} × from key to key"
+    return Read(f"{told}, as by a bias of distances", "mask")
 
 
 def _blocks(ratio: Tensor, widths: tuple[int, ...] = (128, 64, 32, 16)) -> Read | None:

@@ -120,7 +120,9 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 return Read(f"{pattern} {told}: {instead}", "other-data")
             if cause == "tiles-skipped" and _by_heads(marked, possible):
                 cause = "split-merge"  # a part that is lost, whatever it weighs
-            if marked is extra and (own := _mask_cause(call)):
+            if marked is extra and not bool((exact[marked.any(-1)] != 0).any()):
+                cause = "masked-row"  # which sees nothing at all
+            elif marked is extra and (own := _mask_cause(call)):
                 cause = own  # what is hidden is a matter of what hides it
             if backward and call.groups > 1 and pattern.startswith("heads"):
                 cause = "group-sum"
