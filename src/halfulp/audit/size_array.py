@@ -162,8 +162,11 @@ def _masked(shape: Shape, g: torch.Generator) -> Tensor:
 
 
 def _biased(shape: Shape, g: torch.Generator) -> Tensor:
-    """Of each head its own, in numbers that every format holds: kernels may keep it in theirs."""
-    x = torch.randn(1, shape.heads, shape.n_query, shape.n_key, generator=g)
+    """Of each head its own, or of each sequence where keys are odd in number; in numbers that every
+    format holds: kernels may keep it in theirs.
+    """
+    of = (shape.batch, 1) if shape.n_key % 2 else (1, shape.heads)
+    x = torch.randn(*of, shape.n_query, shape.n_key, generator=g)
     return (x * 16).round().clamp(-64, 64) / 8
 
 
