@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SETS = tuple(
-    f"{of}.{each}"
-    for of, last in (("attention", 19), ("operations", 14))
-    for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
-                 "ninth", "tenth", "eleventh", "twelfth", "thirteenth",
-                 "fourteenth", "fifteenth", "sixteenth", "seventeenth", "eighteenth",
-                 "nineteenth")[:last]
+SETS = (
+    *(
+        f"{of}.{each}"
+        for of, last in (("attention", 19), ("operations", 14))
+        for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
+                     "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth",
+                     "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth")[:last]
+    ),
+    "attention.twentyfirst",
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
