@@ -15,7 +15,7 @@ SETS = (
                      "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth",
                      "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth")[:last]
     ),
-    "attention.twentyfirst",
+    "attention.twentyfirst",  # no twentieth was finished
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
