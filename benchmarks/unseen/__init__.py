@@ -15,7 +15,8 @@ SETS = (
                      "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth",
                      "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth")[:last]
     ),
-    "attention.twentyfirst",  # no twentieth was finished
+    "attention.twentieth",
+    "attention.twentyfirst",
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
