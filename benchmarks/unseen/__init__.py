@@ -7,16 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SETS = (
-    *(
-        f"{of}.{each}"
-        for of, last in (("attention", 19), ("operations", 14))
-        for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
-                     "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth",
-                     "fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth")[:last]
-    ),
-    "attention.twentieth",
-    "attention.twentyfirst",
+SETS = tuple(
+    f"{of}.{each}"
+    for of, last in (("attention", 21), ("operations", 14))
+    for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
+                 "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth",
+                 "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth",
+                 "twentyfirst")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 

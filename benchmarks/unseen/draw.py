@@ -37,8 +37,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "operations.tenth", "attention.fourteenth", "operations.eleventh",
           "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
           "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
-          "attention.eighteenth", "attention.nineteenth", "attention.twentyfirst",
-           "attention.twentieth")  # fmt: skip
+          "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
+          "attention.twentyfirst")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -49,8 +49,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "operations.ninth", "operations.tenth", "operations.eleventh",
            "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
            "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
-           "attention.eighteenth", "attention.nineteenth", "attention.twentyfirst",
-           "attention.twentieth")  # fmt: skip
+           "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
+           "attention.twentyfirst")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 

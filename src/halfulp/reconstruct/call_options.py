@@ -82,17 +82,13 @@ def stored(dtype: torch.dtype, names: tuple[str, ...]) -> Iterator[Twist]:
     tensor, and then to their own.
     """
     what = "gradients pass" if names == GRADIENTS else f"{SHORT[names[0]]} passes"
-    cause, short = "out" if names == ("out",) else "grad-stored", "-".join(names)
-    other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}.get(dtype)
-    if other is not None:
-        told = str(other).removeprefix("torch.")
-        yield Twist(f"through-{told}-{short}", f"{what} through {told}", cause, replace,
-                    partial(_results_through, other, names), unrounded=names)  # fmt: skip
-    for fmt in (torch.float8_e4m3fn, torch.float8_e5m2):
-        told = str(fmt).removeprefix("torch.float8_").removesuffix("fn")
-        text = f"{what} through {told} with a scale for each tensor"
-        yield Twist(f"through-{told}-{short}", text, cause, replace,
-                    partial(_results_scaled, fmt, names), unrounded=names)  # fmt: skip
+    cause = "out" if names == ("out",) else "grad-stored"
+    other = {torch.bfloat16: (torch.float16,), torch.float16: (torch.bfloat16,)}.get(dtype, ())
+    for fmt in (*other, torch.float8_e4m3fn, torch.float8_e5m2):
+        told = str(fmt).removeprefix("torch.").removeprefix("float8_").removesuffix("fn")
+        scaled = " with a scale for each tensor" * (fmt.itemsize == 1)
+        yield Twist(f"through-{told}-{'-'.join(names)}", f"{what} through {told}{scaled}", cause,
+                    replace, partial(_results_through, fmt, names), unrounded=names)  # fmt: skip
 
 
 def _through(fmt: torch.dtype, whole: bool, trial: Trial) -> Trial:
@@ -106,20 +102,16 @@ def _results_through(
     fmt: torch.dtype, names: tuple[str, ...], trial: Trial, tensors: Tensors
 ) -> Tensors:
     low = trial.grad_out.dtype
-    return {n: x if n == "lse" else (x.to(fmt) if n in names else x).to(low).to(x.dtype)
+    return {n: x if n == "lse" else (_in_format(x, fmt) if n in names else x).to(low).to(x.dtype)
             for n, x in tensors.items()}  # fmt: skip
 
 
-def _results_scaled(
-    fmt: torch.dtype, names: tuple[str, ...], trial: Trial, tensors: Tensors
-) -> Tensors:
-    """The largest number of each becomes the format's."""
-    found = dict(tensors)
-    for name in tensors.keys() & names:
-        x = tensors[name]
-        unit = x.abs().amax().clamp_min(1e-30) / torch.finfo(fmt).max
-        found[name] = ((x / unit).to(fmt).to(x.dtype) * unit).to(trial.grad_out.dtype).to(x.dtype)
-    return found
+def _in_format(x: Tensor, fmt: torch.dtype) -> Tensor:
+    """Of one of 8 bits the largest number becomes the format's."""
+    if fmt.itemsize > 1:
+        return x.to(fmt)
+    unit = x.abs().amax().clamp_min(1e-30) / torch.finfo(fmt).max
+    return (x / unit).to(fmt).to(x.dtype) * unit
 
 
 def groups() -> Iterator[Twist]:

@@ -202,6 +202,8 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
     part = _part(seen[tensor], own, dtype)
     if other.right and part.cause not in ("delta", "no-delta"):
         told = f"dS is right in {short['grad_key' if tensor == 'grad_query' else 'grad_query']}"
+        if own.kind not in ("tail", "rows", "head") and (pairs := _of_pairs(seen[tensor])):
+            return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
         kind = own.kind if own.size > SLIGHT or own.kind not in ("tail", "rows") else "noise"
         cause = "grad-tail" if own.text.startswith("is 0") else _OWN[kind]  # left out
         if kind == "noise" and own.size > OTHER:  # no format is so coarse
@@ -211,8 +213,6 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
             grad = None if asked is None else getattr(asked, tensor)
             if grad is not None and mantissa_bits(grad.double()) > own.bits:
                 cause = "grad-scores"
-        if own.kind not in ("tail", "rows", "head") and (pairs := _of_pairs(seen[tensor])):
-            return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
         told = f"{told}, in {short[tensor]} it {own.text}"
         if cause == "grad-stored" and (terms := from_terms(run, trial, tensor)):
             told, cause = f"{told}, more so from {terms} terms on", "grad-accumulator"

@@ -23,7 +23,7 @@ class Unlike:
     """How one quantity differs from what it should be."""
 
     text: str  # empty where it does not
-    kind: str  # right, head, tail, rows, factor, row-factor, column-factor, bits, zero or noise
+    kind: str  # right, head, tail, rows, factor, row-factor, column-factor, bits, noise, hidden
     size: float = 0.0  # rms of the difference, of the quantity's
     bits: int = 0  # of the mantissas, where they are fewer than the dtype's
     where: str = ""  # " in queries 3-9 of 64"

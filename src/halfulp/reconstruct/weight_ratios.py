@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call
+from halfulp.formats import BF16, FP16
 from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.ranges import ranges
 
@@ -71,14 +73,18 @@ def compared_ratios(
     common, spread = rms(rows.expand_as(log), weight), rms(rest, weight)
     clear = weight > 0
     told = clear.any(-1)
-    size_of = scores_of(call).logsumexp(-1)[told].exp()
-    little = common < 8 * noise
-    alike = None if little else _of_a_short_sum(call, rows.squeeze(-1), told)
-    alike = alike or _row_factor(call, rows[told].exp().flatten(), size_of, little, backward)
+
+    def alike() -> Read:
+        little = common < 8 * noise
+        if not little and (read := _of_a_short_sum(call, rows.squeeze(-1), told)):
+            return read
+        size_of = scores_of(call).logsumexp(-1)[told].exp()
+        return _row_factor(call, rows[told].exp().flatten(), size_of, little, backward)
+
     if backward and (own := _of_own_scores(call, log, weight, float(rest.square().sum()))):
         return own
     if spread < 2 * noise and (spread < noise or spread**2 < (1 - SHARE) * size**2):
-        return alike if common > noise / 4 else Read("the weights are right", "")
+        return alike() if common > noise / 4 else Read("the weights are right", "")
     found = (
         _of_maximum(call, rest, weight)
         or _of_scores(call, rest, weight)
@@ -91,7 +97,7 @@ def compared_ratios(
     whole = sums is not None and not backward and float(sums[told].log().square().mean()) < (
         ALONG * common) ** 2  # fmt: skip
     if common > size / 2 and not whole:
-        return alike
+        return alike()
     return _of_size(call, rest, clear, noise, f"{100 * size:.2g} %")
 
 
@@ -126,14 +132,11 @@ def _of_a_short_sum(call: Call, log: Tensor, told: Tensor) -> Read | None:
         return None
     scores = scores_of(call)
     terms = (scores - scores.amax(-1, keepdim=True)).exp()
-    for low in (torch.bfloat16, torch.float16):
-        total = torch.zeros(terms.shape[:-1], dtype=low)
-        for term in terms.float().unbind(-1):
-            total = (total.float() + term).to(low)
-        left = log - (terms.sum(-1) / total.double()).log()
+    for fmt in (BF16, FP16):
+        total = running(terms.float(), fmt, dim=3, block=1).double().sum(-1)
+        left = log - (terms.sum(-1) / total).log()
         if float(left[told].square().mean()) < (1 - SHARE) * float(log[told].square().mean()):
-            name = str(low).removeprefix("torch.")
-            return Read(f"the row sum is rounded to {name} after every key", "row-sum")
+            return Read(f"the row sum is rounded to {fmt} after every key", "row-sum")
     return None
 
 
