@@ -24,6 +24,13 @@ def in_their_place(read: Tensor, exact: Tensor, lost: Tensor) -> str:
     made = _normalized(without * times, exact)
     if int(times.sum()) == len(gone) and _left(read, made) < most:
         return f"keys {ranges((times > 1).nonzero().flatten())} are read in their place"
+    # what stands in the others' place may be no key's, and takes its part of every row
+    part = (read * made).sum(-1, keepdim=True) / made.square().sum(-1, keepdim=True).clamp_min(
+        1e-300
+    )
+    if bool((times > 1).any()) and _left(read, part * made) < most:
+        twice = ranges((times > 1).nonzero().flatten())
+        return f"keys {twice} are read in the place of some, in others' no key"
     of_key, known = _values(read, exact)
     made = torch.zeros_like(exact).index_add_(-1, of_key[known], exact[..., known])
     moved = known & (of_key != torch.arange(len(gone)))

@@ -252,7 +252,8 @@ def _found(
     causes = [n for n in causes if n.harm > MILD or not gross]
     causes = [_or_zero(n, emulator, model) for n in causes if _holds(n, places, n.tensor in known)]
     usual = {n: _left_by(n, emulator, model, stock) for n in causes if n.function}
-    causes = [n for n in causes if n not in usual or usual[n] or not _read_too(n, places)]
+    causes = [n for n in causes if not _read_too(n, places) or (
+        usual.get(n, True) and not _of_few(n, emulator, stages.start, model))]  # fmt: skip
     if region is None or not (region.heads or region.rows):  # other numbers of the same calls
         fresh = {t.name: t for r in (False, True) for t in panel(DTYPES[dtype], AGAIN, rarer=r)}
         foretold = [n for n in causes if _predicts(emulator, model, n, fresh)]
@@ -345,6 +346,15 @@ def _left_by(cause: Named, emulator: Emulator, model: Model, stock: Recipe) -> b
     fit, usual = (next(iter(emulator.fits(m, own, trials).values())) for m in (
         model, Model.of(stock)))  # fmt: skip
     return fit.within_rounding(usual)
+
+
+def _of_few(cause: Named, emulator: Emulator, start: Model, model: Model) -> bool:
+    """Whether a mistake is one of the lesser part of the calls on which its result is wrong."""
+    twists = [t for t in model.way(cause.tensor).twists if t.key in cause.twists]
+    fits = emulator.fits(start, frozenset({cause.tensor}))
+    bad = [emulator.trials[name] for (name, _), fit in fits.items() if fit.left > UNEXPLAINED]
+    its = [t for t in bad if any(twist.turn(t) is not None for twist in twists)]
+    return bool(twists) and 2 * len(its) < len(bad)
 
 
 def _read_too(cause: Named, places: Sequence[Place]) -> bool:

@@ -17,6 +17,7 @@ from halfulp.reconstruct.call_kinds import option_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
+from halfulp.reconstruct.limits_read import cut_off
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.sums_read import of_division
@@ -30,6 +31,7 @@ HALF = 0.5  # of an error, that what lies elsewhere must hold
 STEADY = 0.1  # of a number that is added to every row's sum: what it may differ by
 _EXP_RANGE = 87.0  # exp of more is no float32
 SOME = 16  # rows
+ROUGHLY = 0.1  # of a row, that rounding may make its error at most
 FAR = 5.0  # from 0, that scores lie whose exponentials may vanish
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
@@ -120,19 +122,19 @@ def _exact_out(trial: Trial, factor: float) -> Tensor:
 
 
 def silent(results: Results) -> list[Twist]:
-    """Results that are 0 where exact ones are not, in whole rows: as never written, with the
-    gradient that reaches them or without.
+    """Results that are 0 where exact ones are not, in whole rows or, of some heads, in whole
+    columns: as never written, with the gradient that reaches them or without.
     """
     zero: dict[tuple[str, str], Tensor] = {}
     for place, observed in results.items():
         if place[1] == "lse" or place[0] == "small":  # what is small may round to 0
             continue
         gone = (observed.value == 0) & (observed.exact != 0)
-        rows, columns = gone.all(-1), gone.flatten(0, -2).all(0)
-        if bool(columns.any()):
+        rows, columns = gone.all(-1, keepdim=True), gone.all(-2, keepdim=True)
+        if bool(columns.any()) and not bool(columns.all(-1).any()):
             zero[place] = columns.expand(gone.shape)
         elif float(rows.float().mean()) > FEW:
-            zero[place] = rows.unsqueeze(-1).expand(gone.shape)
+            zero[place] = rows.expand(gone.shape)
     if not zero:
         return []
     found = []
@@ -159,8 +161,9 @@ def silent(results: Results) -> list[Twist]:
                     changed[name] = tensors[name].masked_fill(gone, 0)
             return changed
 
-        whole = any(bool(gone.all()) for gone in zero.values())
-        cause = "unwritten" if "out" in names or whole else "grad-tail"
+        # a part of the sequence that gradients lack has all of its features, and others not
+        part = not any(bool((gone[..., :1, :] == gone).all()) for gone in zero.values())
+        cause = "grad-tail" if part and "out" not in names else "unwritten"
         found.append(Twist(f"silent{key}", f"results are never written: {where}{told}", cause,
                            turn, back))  # fmt: skip
     return found
@@ -177,6 +180,9 @@ def vanished(emulator: Emulator) -> str:
         return ""
     tops = {n: row_maximum(emulator.trials[n].call) for n in gone}
     seen = {n: t.isfinite() for n, t in tops.items()}
+    off = torch.cat([_row_errors(outs[n])[~rows & seen[n]] for n, rows in gone.items()])
+    if len(off) and float(off.median()) > ROUGHLY:  # rows that need no maximum err as well
+        return ""
     broken = torch.cat([tops[n][rows & seen[n]] for n, rows in gone.items()])
     right = torch.cat([tops[n][~rows & seen[n]] for n, rows in gone.items()])
     ways = ("below", torch.neg), ("above", torch.clone), ("further from 0 than", torch.abs)
@@ -189,6 +195,13 @@ def vanished(emulator: Emulator) -> str:
             at = f"{told} {number:.2g}, and there alone"
             return f"O is 0, or not finite, in rows whose scores lie {at}"
     return ""
+
+
+def _row_errors(observed: Observed) -> Tensor:
+    """Of each row, beside the row, `[B, H, N]`."""
+    off = torch.where(observed.usable, observed.value - observed.exact, 0.0)
+    share: Tensor = off.norm(dim=-1) / observed.exact.norm(dim=-1).clamp_min(1e-300)
+    return share
 
 
 def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
@@ -218,16 +231,22 @@ def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:
     )
     gone = zero[trial, name]
     label = f"{SHORT[name]} on {trial}"
-    if bool(gone.flatten(0, -2).all(0).any()):
-        columns = gone.flatten(0, -2).all(0).nonzero().flatten()
-        return f"{label}, features {ranges(columns)} of {gone.shape[-1]}"
+    if not bool(gone.all(-1).any()):
+        columns = gone.flatten(0, -2).any(0).nonzero().flatten()
+        heads = gone.flatten(2).any(-1)
+        whose = "" if bool(heads.all()) else f" in {_heads(heads)}"
+        return f"{label}, features {ranges(columns)} of {gone.shape[-1]}{whose}"
     rows = gone[..., 0]
     heads = rows.all(-1)
     if bool(heads.any()) and bool((rows == heads.unsqueeze(-1)).all()):
-        every = [f"({b}, {h})" for b, h in heads.nonzero().tolist()]
-        return f"{label}, heads (sequence, head) {', '.join(every[:4])}"
+        return f"{label}, {_heads(heads)}"
     some = rows.flatten(0, 1).any(0).nonzero().flatten()
     return f"{label}, rows {ranges(some)} of {rows.shape[-1]}"
+
+
+def _heads(marked: Tensor) -> str:
+    every = [f"({b}, {h})" for b, h in marked.nonzero().tolist()]
+    return f"heads (sequence, head) {', '.join(every[:4])}"
 
 
 def exchanged(observed: Observed) -> tuple[str, str]:
@@ -439,4 +458,5 @@ def hints(emulator: Emulator) -> tuple[Twist, ...]:
         found += fitted_scales(emulator.trials[name], outs[name])
     found += scales_of_their_own(emulator, outs)
     found += more_in_sums(outs, emulator.trials)
+    found += cut_off(outs, emulator.trials)
     return tuple({twist.key: twist for twist in found}.values())

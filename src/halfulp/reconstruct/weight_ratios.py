@@ -78,6 +78,8 @@ def compared_ratios(
         little = common < 8 * noise
         if not little and (read := _of_a_short_sum(call, rows.squeeze(-1), told)):
             return read
+        if backward and not little and (read := _of_parts_of_lse(call, rows.squeeze(-1), told)):
+            return read
         size_of = scores_of(call).logsumexp(-1)[told].exp()
         return _row_factor(call, rows[told].exp().flatten(), size_of, little, backward)
 
@@ -138,6 +140,24 @@ def _of_a_short_sum(call: Call, log: Tensor, told: Tensor) -> Read | None:
         if float(left[told].square().mean()) < (1 - SHARE) * float(log[told].square().mean()):
             return Read(f"the row sum is rounded to {fmt} after every key", "row-sum")
     return None
+
+
+def _of_parts_of_lse(call: Call, log: Tensor, told: Tensor) -> Read | None:
+    """Whether one factor a row, as logarithms `[B, H, N]`, is what an lse makes of which the row's
+    maximum and the logarithm of its sum have factors of their own, as of other bases.
+    """
+    scores = scores_of(call)
+    top = scores.amax(-1)[told]
+    if call.sinks is not None or len(top) < SOME:
+        return None
+    parts = torch.stack([top, scores.logsumexp(-1)[told] - top], -1)
+    off = torch.linalg.lstsq(parts, log[told][:, None]).solution
+    left = log[told] - (parts @ off)[:, 0]
+    if float(left.square().sum()) > SLOPED * float(log[told].square().sum()):
+        return None
+    of_top, of_sum = (1 - off[:, 0]).tolist()
+    return Read(f"lse is read as {of_top:.3g} × the row's maximum + {of_sum:.3g} × the logarithm of"
+                " its sum", "lse-other")  # fmt: skip
 
 
 def _row_factor(call: Call, factor: Tensor, row_sum: Tensor, little: bool, backward: bool) -> Read:
