@@ -1,10 +1,11 @@
-"""How often each of the query heads that share a key head is counted in its gradients, read off
-them: they are linear in what each head adds, which is known.
+"""How often each query head is counted in the gradients of a key head, of its group and of others,
+read off them: they are linear in what each head adds, which is known.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from halfulp.reconstruct.dataflow import grad_scores_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT
@@ -23,16 +24,7 @@ def members_counted(trial: Trial, tensor: str, observed: Observed) -> tuple[str,
     call, groups = trial.call, trial.call.groups
     if groups == 1 or tensor not in GRADIENTS[1:]:
         return "", ""
-    if tensor == "grad_value":
-        each = weights_of(call, scores_of(call)).mT @ trial.grad_out.double()
-    else:
-        each = grad_scores_of(trial).mT @ call.query.double() * call.scale
-    each = torch.where(observed.usable.repeat_interleave(groups, 1), each, 0.0)
-    got = observed.value.flatten(2).unsqueeze(-1)
-    each = each.reshape(*got.shape[:2], groups, -1)  # [B, H_k, groups, N_k D]
-    times = torch.linalg.lstsq(each.mT, got).solution
-    rest = float((got - each.mT @ times).square().sum())
-    times = times.squeeze(-1)
+    times, rest = _solved(trial, tensor, observed, own=True)
     off = ((times - 1).abs() > OTHERWISE).any(-1)
     if rest > LEFT * observed.total or not bool(off.any()):
         return "", ""
@@ -43,3 +35,27 @@ def members_counted(trial: Trial, tensor: str, observed: Observed) -> tuple[str,
     counts = ", ".join(f"{float(x):.2g}" for x in mean.masked_fill(mean.abs() < OTHERWISE, 0.0))
     whose = "each group" if bool(off.all()) else "some groups"
     return f"in {SHORT[tensor]} the heads of {whose} count {counts} ×", "group-sum"
+
+
+def of_whole_heads(trial: Trial, tensor: str, observed: Observed) -> bool:
+    """Whether dK or dV is a sum of what whole query heads of its sequence add, its own or others',
+    as it is where heads are paired otherwise, and is not where they overlap in memory.
+    """
+    return _solved(trial, tensor, observed, own=False)[1] <= LEFT * observed.total
+
+
+def _solved(trial: Trial, tensor: str, observed: Observed, *, own: bool) -> tuple[Tensor, float]:
+    """How often each query head counts, `[B, H_k, heads]`, of its `own` group or of all, and the
+    squares that this leaves.
+    """
+    call, groups = trial.call, trial.call.groups
+    if tensor == "grad_value":
+        each = weights_of(call, scores_of(call)).mT @ trial.grad_out.double()
+    else:
+        each = grad_scores_of(trial).mT @ call.query.double() * call.scale
+    usable, got = observed.usable.flatten(2), observed.value.flatten(2).unsqueeze(-1)
+    b, key_heads = usable.shape[:2]
+    each = each.reshape(b, *((key_heads, groups) if own else (1, key_heads * groups)), -1)
+    each = each * usable.unsqueeze(2)  # [B, H_k, heads, N_k D]
+    times = torch.linalg.lstsq(each.mT, got).solution
+    return times.squeeze(-1), float((got - each.mT @ times).square().sum())
