@@ -33,6 +33,13 @@ def without_keys(start, stop):
     return change
 
 
+def without_scale(start):
+    def change(scores):
+        return torch.where(torch.arange(scores.shape[-1]) >= start, scores * 8, scores)
+
+    return change
+
+
 def dropped(name):
     kept = torch.rand(exact(name).shape, generator=torch.Generator().manual_seed(0)) > 0.1
     return exact(name) * kept / 0.9
@@ -63,6 +70,7 @@ def seeing_one_more(name):
         ("plain", exact("plain"), "", "right"),
         ("plain", exact("plain", lambda s: s * 1.01), "scale", "1.01 ×"),
         ("ragged", exact("ragged", without_keys(150, 157)), "key-tail", "keys 150-156"),
+        ("ragged", exact("ragged", without_scale(128)), "scale", "scores of keys 128-156 of 157"),
         ("causal", seeing_one_more("causal"), "causal-mask", "key − query 1 have weight"),
         ("plain", exact("plain") * torch.linspace(0.5, 2, 192)[:, None], "unnormalized", "to 2"),
         ("plain", exact("plain") * (1 + (torch.arange(192) >= 176)), "key-tail", "2 ×"),

@@ -4,6 +4,8 @@ read off them: they are linear in what each head adds, which is known.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,12 @@ def members_counted(trial: Trial, tensor: str, observed: Observed) -> tuple[str,
     """In words how often each head of a group counts in dK or dV, with the cause, where some count
     otherwise than others and that is what is wrong.
     """
-    call, groups = trial.call, trial.call.groups
+    groups = trial.call.groups
     if groups == 1 or tensor not in GRADIENTS[1:]:
         return "", ""
-    times, rest = _solved(trial, tensor, observed, own=True)
+    b, key_heads = observed.value.shape[:2]
+    each = _added(trial, tensor).reshape(b, key_heads, groups, -1)
+    times, rest = _solved(observed, each)
     off = ((times - 1).abs() > OTHERWISE).any(-1)
     if rest > LEFT * observed.total or not bool(off.any()):
         return "", ""
@@ -38,24 +42,30 @@ def members_counted(trial: Trial, tensor: str, observed: Observed) -> tuple[str,
 
 
 def of_whole_heads(trial: Trial, tensor: str, observed: Observed) -> bool:
-    """Whether dK or dV is a sum of what whole query heads of its sequence add, its own or others',
-    as it is where heads are paired otherwise, and is not where they overlap in memory.
+    """Whether dK or dV is a sum of what whole query heads of its sequence add, with their own key
+    head or with this one, as it is where heads are paired otherwise, and is not where they overlap
+    in memory.
     """
-    return _solved(trial, tensor, observed, own=False)[1] <= LEFT * observed.total
+    call, own = trial.call, _added(trial, tensor)
+    every = []
+    for h in range(call.key.shape[1]):
+        key, value = (x[:, h : h + 1] for x in call.operands[1:])
+        with_it = replace(trial, call=replace(call, key=key, value=value, shape=None))
+        every.append(torch.cat([own, _added(with_it, tensor)], 1).flatten(2))
+    return _solved(observed, torch.stack(every, 1))[1] <= LEFT * observed.total
 
 
-def _solved(trial: Trial, tensor: str, observed: Observed, *, own: bool) -> tuple[Tensor, float]:
-    """How often each query head counts, `[B, H_k, heads]`, of its `own` group or of all, and the
-    squares that this leaves.
-    """
-    call, groups = trial.call, trial.call.groups
+def _added(trial: Trial, tensor: str) -> Tensor:
+    """What each query head adds to dK or dV, `[B, H, N_k, D]`."""
+    call = trial.call
     if tensor == "grad_value":
-        each = weights_of(call, scores_of(call)).mT @ trial.grad_out.double()
-    else:
-        each = grad_scores_of(trial).mT @ call.query.double() * call.scale
-    usable, got = observed.usable.flatten(2), observed.value.flatten(2).unsqueeze(-1)
-    b, key_heads = usable.shape[:2]
-    each = each.reshape(b, *((key_heads, groups) if own else (1, key_heads * groups)), -1)
-    each = each * usable.unsqueeze(2)  # [B, H_k, heads, N_k D]
-    times = torch.linalg.lstsq(each.mT, got).solution
+        return weights_of(call, scores_of(call)).mT @ trial.grad_out.double()
+    return grad_scores_of(trial).mT @ call.query.double() * call.scale
+
+
+def _solved(observed: Observed, each: Tensor) -> tuple[Tensor, float]:
+    """How often each of these counts, `[B, H_k, heads]`, and the squares that this leaves."""
+    got = observed.value.flatten(2).unsqueeze(-1)
+    each = each * observed.usable.flatten(2).unsqueeze(2)  # [B, H_k, heads, N_k D]
+    times = torch.linalg.lstsq(each.mT, got, driver="gelsd").solution  # heads may be there twice
     return times.squeeze(-1), float((got - each.mT @ times).square().sum())
