@@ -17,6 +17,7 @@ from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.ranges import ranges
+from halfulp.reconstruct.scaled_keys import scaled_keys
 
 CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
@@ -29,7 +30,6 @@ WHOLE, KEPT = 32, 0.1  # keys with a factor of more are a part that is merged ot
 HALF, MORE = 0.5, 1.1  # of the squares, that one number explains; times what one a row leaves
 ALONG = 0.5  # the cosine of factors with the row sums that they lack
 COARSEST = 2.0**-4  # of a number: what any format loses of it
-FEW_KEYS = 0.2  # of what the ratios of the worst key are: from there on a key is off
 TWICE = 0.05  # of a factor of 2, that keys which are read twice may be off by
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
@@ -89,7 +89,7 @@ def compared_ratios(
     found = (
         _of_maximum(call, rest, weight)
         or _of_scores(call, rest, weight)
-        or _of_scores_of_some(call, log, weight)
+        or _of_scaled_keys(call, log, weight)
         or _of_groups(call, rest, weight, noise, log)
         or _of_operands(call, rest, weight)
     )
@@ -229,22 +229,9 @@ def _of_scores(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     return None
 
 
-def _of_scores_of_some(call: Call, log: Tensor, weight: Tensor) -> Read | None:
-    """Ratios that follow the scores of some keys, fewer than half: rows are held against the median
-    of theirs, which such keys do not move as they move the sum.
-    """
-    middle = torch.where(weight > 0, log, math.nan).nanmedian(-1, keepdim=True).values
-    rest = (log - middle.nan_to_num(0.0)) * weight
-    each = rest.square().sum((0, 1, 2)) / weight.sum((0, 1, 2)).clamp_min(1)
-    some = each > FEW_KEYS**2 * each.max()
-    if 2 * int(some.sum()) >= len(some):
-        return None
-    scores = torch.where(weight > 0, scores_of(call), 0.0) * some
-    slope = float((rest * scores).sum() / scores.square().sum().clamp_min(1e-300))
-    if float((rest - slope * scores).square().sum()) > (1 - SHARE) * float(rest.square().sum()):
-        return None
-    told = f"scores of keys {ranges(some.nonzero().flatten())} of {len(some)}"
-    return Read(f"{told} are {1 + slope:.4g} × what they should be", "scale")
+def _of_scaled_keys(call: Call, log: Tensor, weight: Tensor) -> Read | None:
+    text, cause = scaled_keys(call, log, weight)
+    return Read(text, cause) if cause else None
 
 
 def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
