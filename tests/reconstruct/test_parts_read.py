@@ -82,6 +82,23 @@ def test_sums_that_are_not_rescaled_are_no_parts():
     assert merged(outs) is None
 
 
+def test_what_leaves_rows_right_that_several_parts_are_in_merges_none():
+    """The first of 3 parts in turn lacks a factor in every second 32 rows, as where a sum that runs
+    begins again.
+    """
+
+    def out(trial):
+        weights = weights_of(trial.call, scores_of(trial.call))
+        i, j = (torch.arange(n) for n in weights.shape[2:])
+        wrong = (i // 32 % 2 == 1)[:, None] & (j // 64 % 3 == 1)
+        value = trial.call.value.double().repeat_interleave(trial.call.groups, 1)
+        return torch.where(wrong, 3 * weights, weights) @ value
+
+    assert merged(results(out)) is None
+    everywhere = in_parts(lambda j: j // 64 % 3, lambda own: own * own.roll(1, -1))
+    assert merged(results(everywhere)) is not None
+
+
 @pytest.mark.parametrize("power", [1.4427, 0.5, 2.0])
 def test_parts_weighed_by_a_power_of_their_sums_are_merged_wrongly(power):
     trial = TRIALS["plain"]

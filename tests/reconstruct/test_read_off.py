@@ -33,9 +33,22 @@ def without_keys(start, stop):
     return change
 
 
+def without_scale(start, factor=8):
+    def change(scores):
+        return torch.where(torch.arange(scores.shape[-1]) >= start, scores * factor, scores)
+
+    return change
+
+
 def dropped(name):
     kept = torch.rand(exact(name).shape, generator=torch.Generator().manual_seed(0)) > 0.1
     return exact(name) * kept / 0.9
+
+
+def every_tenth(name):
+    """A pattern of pairs that only their distance decides, the others made larger."""
+    i, j = (torch.arange(n) for n in exact(name).shape[2:])
+    return ((7 * i[:, None] + 13 * j) % 10 > 0) / 0.9
 
 
 def with_zeros(name, count):
@@ -63,6 +76,7 @@ def seeing_one_more(name):
         ("plain", exact("plain"), "", "right"),
         ("plain", exact("plain", lambda s: s * 1.01), "scale", "1.01 ×"),
         ("ragged", exact("ragged", without_keys(150, 157)), "key-tail", "keys 150-156"),
+        ("ragged", exact("ragged", without_scale(128)), "scale", "scores of keys 128-156 of 157"),
         ("causal", seeing_one_more("causal"), "causal-mask", "key − query 1 have weight"),
         ("plain", exact("plain") * torch.linspace(0.5, 2, 192)[:, None], "unnormalized", "to 2"),
         ("plain", exact("plain") * (1 + (torch.arange(192) >= 176)), "key-tail", "2 ×"),
@@ -71,6 +85,8 @@ def seeing_one_more(name):
         ("plain", seen_twice("plain", 64, 96), "other-data", "keys 64-95 of 192 have 2 ×"),
         ("plain", exact("plain").masked_fill(exact("plain") < 1e-3, 0), "weights", "are 0"),
         ("plain", dropped("plain"), "dropout", "of the pairs, wherever they are"),
+        ("plain", exact("plain") * every_tenth("plain"), "dropout", "key − query"),
+        ("ragged", exact("ragged", without_scale(128, 0)), "key-tail", "keys 128-156 of 157"),
         (
             "plain",
             scores_of(TRIALS["plain"].call).softmax(-2),

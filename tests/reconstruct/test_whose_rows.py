@@ -2,6 +2,8 @@
 O have weights of their own.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from halfulp.reconstruct.dataflow import grad_scores_of
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.groups_read import members_counted
+from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
 from halfulp.reconstruct.result_read import result_read
 from halfulp.reconstruct.weight_ratios import Read
@@ -200,3 +202,18 @@ def test_heads_of_a_group_are_counted(tensor, times, told):
     text, cause = members_counted(trial, tensor, Observed.of(total.bfloat16(), exact))
     assert cause == ("group-sum" if told else "")
     assert text.endswith(told)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_heads_that_overlap_in_memory_are_no_pairing(paired):
+    trial = TRIALS["grouped"]
+    exact = golden(trial.call, trial.grad_out).grad_value
+    if paired:  # query head h is taken for one of the group h % 2, not h // 3
+        order = [0, 2, 4, 1, 3, 5]
+        call = replace(trial.call, query=trial.call.query[:, order])
+        got = golden(call, trial.grad_out[:, order]).grad_value
+    else:  # rows lie twice as far apart as heads leave room for
+        got = torch.zeros_like(exact)
+        got[:, :, ::2] = exact[:, :, :40]
+        got[:, 1:, ::2] += exact[:, :-1, 40:]
+    assert of_whole_heads(trial, "grad_value", Observed.of(got.bfloat16(), exact)) == paired

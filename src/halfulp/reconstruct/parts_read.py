@@ -21,6 +21,7 @@ LEFT = 0.1  # share of an error that weights of parts may leave, and
 BESIDE = 0.25  # of what one factor in each row leaves
 LONGEST = 128  # keys of a tile, as which a part of equal width is not taken
 CLEAR = 0.05  # of a part's weight: what is less is none
+RIGHT_ROWS = 0.25  # of the rows in which several parts have weight
 FINER = 0.5  # of what parts leave, that tiles may leave
 _WIDTHS = (64, 32, 128, 16)
 _TILES = (16, 32, 48, 64, 96, 128)
@@ -90,7 +91,7 @@ def merged(emulator: Emulator) -> tuple[str, str] | None:
     part = rule.of(weights.shape[-1])
     if part is None or _counted(trial, observed, weights, part):
         return None
-    return shown, rule.text
+    return None if _in_some_rows(trial, observed, weights, part) else (shown, rule.text)
 
 
 def _by_tiles(emulator: Emulator, shares: Mapping[str, float]) -> bool:
@@ -125,6 +126,19 @@ def _counted(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) ->
     kept = factor[~gone]
     alike = float((kept - kept.median()).abs().quantile(0.9)) < CLEAR if len(kept) else False
     return alike and float(gone.double().mean()) > CLEAR
+
+
+def _in_some_rows(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> bool:
+    """Whether many rows of heads that err are right though several parts have weight in them: parts
+    are merged alike in every row, and what goes wrong where a sum runs is not.
+    """
+    factor = _solved(trial, observed, weights, part)[1]
+    shares = torch.stack([weights[..., part == p].sum(-1) for p in range(factor.shape[-1])], -1)
+    seen = shares > CLEAR
+    several = seen.sum(-1) > 1
+    right = several & ((factor - 1).abs() < CLEAR / 2).logical_or(~seen).all(-1)
+    some = (several & ~right).any(-1, keepdim=True) & several
+    return float((right & some).sum()) > RIGHT_ROWS * float(some.sum())
 
 
 def _left(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> float:

@@ -15,7 +15,7 @@ from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
-from halfulp.reconstruct.groups_read import members_counted
+from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
 from halfulp.reconstruct.panel import simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
@@ -232,6 +232,8 @@ def _told(
             # calls without groups are right: it is the head of the group that is another
             paired = grouped and others.told == "heads" and not others.beside and holds(
                 emulator, model, GROUPED, some)  # fmt: skip
+            paired = paired and (tensor not in GRADIENTS[1:] or of_whole_heads(
+                trial, tensor, observed))  # fmt: skip
             return others.text, "key-heads" if paired else "other-data", False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
@@ -256,6 +258,8 @@ def _told(
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
+            # which scores a scale lacks is more than which sizes show it
+            told_more = told_more | ({"scale"} if special == "ragged" else set())
             stands = special in _OPTIONS or read.cause not in told_more
             # matters of no other option
             if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):

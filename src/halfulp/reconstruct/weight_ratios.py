@@ -17,6 +17,7 @@ from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.ranges import ranges
+from halfulp.reconstruct.scaled_keys import scaled_keys
 
 CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
@@ -90,6 +91,7 @@ def compared_ratios(
     found = (
         _of_maximum(call, rest, weight)
         or _of_scores(call, rest, weight)
+        or _of_scaled_keys(call, log, weight)
         or _of_groups(call, rest, weight, noise, log)
         or _of_operands(call, rest, weight)
     )
@@ -245,6 +247,11 @@ def _of_scores(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
         cause = "softcap" if call.softcap else "exponential"
         return Read("the weights are another function of the score than the exponential", cause)
     return None
+
+
+def _of_scaled_keys(call: Call, log: Tensor, weight: Tensor) -> Read | None:
+    text, cause = scaled_keys(call, log, weight)
+    return Read(text, cause) if cause else None
 
 
 def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:

@@ -207,6 +207,8 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
     for name, coordinate, cause in simple:
         values = _told_by(coordinate, marked, possible)
         if values is not None:
+            if name.endswith("query") and not masked and int((values.diff() > 1).sum()) > 1:
+                cause = "dropout"  # nothing was asked that hides some distances among others
             # beyond a distance, and not at the diagonal
             far = bool(((values < -1) | (values > 1)).all()) and int(values[0]) == int(
                 (j - i).min()

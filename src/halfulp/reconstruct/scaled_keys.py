@@ -1,0 +1,36 @@
+"""Keys whose scores alone have a factor, told by the ratio of weights that were read to exact ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import Call
+from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.ranges import ranges
+
+OFF = 0.2  # of what the ratios of the worst key are: from there on a key is off
+LEFT = 0.15  # of the ratios' variance that the factor may leave
+ALL_BUT = 0.1  # of a score: what is left of keys that are 0
+
+
+def scaled_keys(call: Call, log: Tensor, weight: Tensor) -> tuple[str, str]:
+    """In words which keys, fewer than half, have scores of another factor, with the cause. Rows of
+    `log`arithms of ratios are held against their median, which such keys do not move as they move
+    the sum.
+    """
+    middle = torch.where(weight > 0, log, math.nan).nanmedian(-1, keepdim=True).values
+    rest = (log - middle.nan_to_num(0.0)) * weight
+    each = rest.square().sum((0, 1, 2)) / weight.sum((0, 1, 2)).clamp_min(1)
+    some = each > OFF**2 * each.max()
+    if 2 * int(some.sum()) >= len(some):
+        return "", ""
+    scores = torch.where(weight > 0, scores_of(call), 0.0) * some
+    slope = float((rest * scores).sum() / scores.square().sum().clamp_min(1e-300))
+    if float((rest - slope * scores).square().sum()) > LEFT * float(rest.square().sum()):
+        return "", ""
+    told = f"scores of keys {ranges(some.nonzero().flatten())} of {len(some)}"
+    cause = "scale" if abs(1 + slope) > ALL_BUT else "key-tail"
+    return f"{told} are {1 + slope:.4g} × what they should be", cause
