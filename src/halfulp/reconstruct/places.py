@@ -130,8 +130,12 @@ def unexplained(
     if (broken := not_finite(emulator)) is not None:
         found.append(Place(*broken, 1.0, WORST, was_read=True))
     largest = max((p.times for p in found), default=0.0)
-    found.sort(key=lambda p: (p.times < min(MINOR, largest / 3), list(SHORT).index(p.tensor)))
-    return _by_what_is_explained(emulator, found, {name for _, name in every})
+    found = _by_what_is_explained(emulator, found, {name for _, name in every})
+    return sorted(found, key=lambda p: (
+        p.times < min(MINOR, largest / 3),
+        # what is known of one gradient says more than what is not known of another
+        p.tensor in GRADIENTS and p.cause.endswith("unexplained"),
+        list(SHORT).index(p.tensor)))  # fmt: skip
 
 
 def _but_in_the_first(emulator: Emulator, tensor: str, bad: frozenset[str]) -> bool:
@@ -213,6 +217,10 @@ def _told(
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
     silent = ("", "") if worst == "small" else silent_rows(observed)
+    if silent[1]:  # rows that an option alone makes 0 are hidden by it
+        gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
+                if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
+        silent = silent[0], call_kinds.option_of(gone) or silent[1]
     operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
     memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
     counted = members_counted(trial, tensor, observed) if gross else ("", "")
