@@ -149,8 +149,8 @@ def _of_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Other
         if own.numel() > 1:
             theirs = own if tensor == "out" else None
             asked.append(("heads", kept, _negated(trial, keys=~own), theirs))
-            if tensor in GRADIENTS:  # K and V turned leave another's Q and dO as they were
-                asked.append(("heads", kept, _negated(trial, queries=~mine[..., None]), None))
+            # K and V turned leave another's Q and dO as they were
+            asked.append(("heads", kept, _negated(trial, queries=~mine[..., None]), None))
     if tensor in ("out", "grad_query"):
         asked.append(("rows", some[:, None], _negated(trial, queries=~some), None))
     for told, where, other, theirs in asked:

@@ -16,6 +16,7 @@ from halfulp.formats import BF16, FP16
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
+from halfulp.reconstruct.part_ratios import along_queries, format_of_lse, power_of_sums
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.scaled_keys import scaled_keys
 
@@ -352,38 +353,19 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
             rounded = cause == "rescale" and rms(log, weight) < COARSEST
             last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
             means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
-            if power := _of_powers(call, means, -(-n_key // blocks)):
+            if power := power_of_sums(call, means, -(-n_key // blocks)):
                 return Read(f"{text}, as of sums to the power of {power:.3g}", "split-merge")
-            if rounded and (lse := _of_rounded_lse(call, means, blocks)):
+            if rounded and (lse := format_of_lse(call, means, blocks)):
                 return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
             if rounded and rms(log, last) > HALF * rms(log, weight):
                 return Read(f"{text}, which is small, and the last has one as well: the maximum is"
                             " rounded", "row-max")  # fmt: skip
-            if _along_queries(call, means):
+            if along_queries(call, means):
                 return Read(f"{text}, as if K had another vector added in each", "operand")
             if rounded:
                 return Read(f"{text}, which is small: sums are rescaled coarsely", "accumulator")
             return Read(text, cause)
     return None
-
-
-def _of_rounded_lse(call: Call, factors: Tensor, blocks: int) -> str:
-    """The format to which each part's lse is rounded, where that makes these logarithms of factors
-    `[B, H, N, parts]`; empty where none does.
-    """
-    scores = scores_of(call)
-    width = -(-scores.shape[-1] // blocks)
-    lse = torch.stack([x.logsumexp(-1) for x in torch.split(scores, width, -1)], -1)
-    known = lse.isfinite().all(-1, keepdim=True)
-    total = float((factors * known).square().sum())
-    for name, fmt in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        for unit in (1.0, math.log2(math.e)):
-            made = torch.where(known, (lse * unit).to(fmt).double() / unit - lse, 0.0)
-            made = made - made.mean(-1, keepdim=True)
-            left = float(((factors - made) * known).square().sum())
-            if left < HALF * total:
-                return name
-    return ""
 
 
 def _unequal_parts(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
@@ -393,38 +375,10 @@ def _unequal_parts(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
         if width < n_key < 2 * width:
             each = zip(*(torch.split(x, width, -1) for x in (rest, weight)), strict=True)
             means = torch.stack([a.sum(-1) / w.sum(-1).clamp_min(1) for a, w in each], -1)
-            if power := _of_powers(call, means, width):
+            if power := power_of_sums(call, means, width):
                 return Read(f"the first {width} keys and the rest are weighed as of sums to the"
                             f" power of {power:.3g}", "split-merge")  # fmt: skip
     return None
-
-
-def _of_powers(call: Call, factors: Tensor, width: int) -> float:
-    """The power of the sum of each `width` keys that they are weighed by, where these logarithms of
-    factors `[B, H, N, parts]` are those of one, from row to row as well; 0 where they are not.
-    """
-    sums = torch.stack([x.logsumexp(-1) for x in torch.split(scores_of(call), width, -1)], -1)
-    known = (sums.isfinite() & (factors != 0)).all(-1)
-    if sums.shape != factors.shape or int(known.sum()) < SOME:
-        return 0.0
-    x, y = (t[known] - t[known].mean(-1, keepdim=True) for t in (sums, factors))
-    slope = float((x * y).sum() / x.square().sum().clamp_min(1e-300))
-    left, own = y - slope * x, y - y.mean(0)
-    whole = float(left.square().sum()) < (1 - SHARE) * float(y.square().sum())
-    # parts of other lengths have other sums, whatever they are weighed by
-    rows = float((left - left.mean(0)).square().sum()) < (1 - HALF) * float(own.square().sum())
-    return 1 + slope if whole and rows else 0.0
-
-
-def _along_queries(call: Call, factors: Tensor) -> bool:
-    """Whether factors of parts, `[B, H, N, parts]` logarithms, are linear in Q, on one head."""
-    q, y = call.query[0, 0].double(), factors[0, 0]
-    n, d = q.shape
-    if n < 1.25 * d:
-        return False
-    left = y - q @ torch.linalg.lstsq(q, y).solution
-    # what as many random numbers would explain does not count
-    return float(left.square().sum()) * n / (n - d) < (1 - SHARE) * float(y.square().sum())
 
 
 def _of_maximum(call: Call, rest: Tensor, weight: Tensor) -> Read | None:

@@ -1,0 +1,64 @@
+"""What factors of parts of the keys, one in each row, go with: the rounding of each part's lse, a
+power of its sum, the queries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from halfulp.calls import Call
+from halfulp.reconstruct.exact import scores_of
+
+EXPLAINED = 0.85  # of the factors' variance that what they go with must explain, and
+HALF = 0.5  # from row to row
+SOME = 24  # rows that are enough
+
+
+def format_of_lse(call: Call, factors: Tensor, blocks: int) -> str:
+    """The format to which each part's lse is rounded, where that makes these logarithms of factors
+    `[B, H, N, parts]`; empty where none does.
+    """
+    scores = scores_of(call)
+    width = -(-scores.shape[-1] // blocks)
+    lse = torch.stack([x.logsumexp(-1) for x in torch.split(scores, width, -1)], -1)
+    known = lse.isfinite().all(-1, keepdim=True)
+    total = float((factors * known).square().sum())
+    for name, fmt in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        for unit in (1.0, math.log2(math.e)):
+            made = torch.where(known, (lse * unit).to(fmt).double() / unit - lse, 0.0)
+            made = made - made.mean(-1, keepdim=True)
+            left = float(((factors - made) * known).square().sum())
+            if left < HALF * total:
+                return name
+    return ""
+
+
+def power_of_sums(call: Call, factors: Tensor, width: int) -> float:
+    """The power of the sum of each `width` keys that they are weighed by, where these logarithms of
+    factors `[B, H, N, parts]` are those of one, from row to row as well; 0 where they are not.
+    """
+    sums = torch.stack([x.logsumexp(-1) for x in torch.split(scores_of(call), width, -1)], -1)
+    known = (sums.isfinite() & (factors != 0)).all(-1)
+    if sums.shape != factors.shape or int(known.sum()) < SOME:
+        return 0.0
+    x, y = (t[known] - t[known].mean(-1, keepdim=True) for t in (sums, factors))
+    slope = float((x * y).sum() / x.square().sum().clamp_min(1e-300))
+    left, own = y - slope * x, y - y.mean(0)
+    whole = float(left.square().sum()) < (1 - EXPLAINED) * float(y.square().sum())
+    # parts of other lengths have other sums, whatever they are weighed by
+    rows = float((left - left.mean(0)).square().sum()) < (1 - HALF) * float(own.square().sum())
+    return 1 + slope if whole and rows else 0.0
+
+
+def along_queries(call: Call, factors: Tensor) -> bool:
+    """Whether factors of parts, `[B, H, N, parts]` logarithms, are linear in Q, on one head."""
+    q, y = call.query[0, 0].double(), factors[0, 0]
+    n, d = q.shape
+    if n < 1.25 * d:
+        return False
+    left = y - q @ torch.linalg.lstsq(q, y).solution
+    # what as many random numbers would explain does not count
+    return float(left.square().sum()) * n / (n - d) < (1 - EXPLAINED) * float(y.square().sum())
