@@ -50,6 +50,17 @@ class MaximumInNats(Kernel):
         return super().finish(m, l, acc, rows)[0], m / LOG2_E + l.log2()
 
 
+class RowsAtAnotherPitch(Kernel):
+    """Rows of dQ are 8 numbers longer where they are read than where they are written."""
+
+    def backward(self):
+        dq, dk, dv = super().backward()
+        flat, width = dq.flatten(), dq.shape[-1]
+        rows = torch.arange(flat.numel() // width)[:, None]
+        at = rows * (width + 8) + torch.arange(width)
+        return flat[at % flat.numel()].view_as(dq), dk, dv
+
+
 class CutOff(Kernel):
     def forward(self):
         at = self.at
@@ -65,6 +76,7 @@ class CutOff(Kernel):
         (FirstColumnsOfLaterHeadsLost, "unwritten", "features 0-23 of"),
         (LaterColumnsOfWiderValuesLost, "unwritten", "features 64-79 of 80"),
         (MaximumInNats, "lse-other", "0.693 × the row's maximum + 1 × the logarithm"),
+        (RowsAtAnotherPitch, "layout", "numbers stand in another's place"),
         (CutOff, "operand", "K, V are cut off beyond ±1.9"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

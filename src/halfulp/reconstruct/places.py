@@ -16,6 +16,7 @@ from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
+from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
 from halfulp.reconstruct.panel import simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
@@ -224,7 +225,9 @@ def _told(
     operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
     memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
     counted = members_counted(trial, tensor, observed) if gross else ("", "")
-    for text, key in silent, memory, counted, exchanged(observed), operand:
+    moved = exchanged(observed)
+    moved = moved if moved[1] or not gross else misplaced(observed)
+    for text, key in silent, memory, counted, moved, operand:
         if key:
             return text, key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]

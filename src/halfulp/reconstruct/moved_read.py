@@ -1,0 +1,63 @@
+"""Numbers of a result that are right and stand in another place: found by the runs of features that
+they are, wherever in memory these should be.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfulp.reconstruct.evidence import Observed
+
+RUN = 16  # numbers in a row, by which they are known
+SAMPLE = 192  # runs that are looked for
+SAME = 0.995  # the cosine of a run with the one that it is; of random ones none comes near
+OWN = 0.9  # with its own, from where on it is in its place
+MOST = 0.8  # of the runs that are wrong, and not 0
+LEAST = 12  # runs
+
+
+def misplaced(observed: Observed) -> tuple[str, str]:
+    """Whether what is wrong is right elsewhere, in words with an example, and the cause."""
+    got, exact = observed.value.flatten(), observed.exact.flatten()
+    if observed.exact.ndim != 4 or observed.exact.shape[-1] < RUN or len(got) < 4 * RUN:
+        return "", ""
+    mine, every = got.unfold(0, RUN, RUN // 2), exact.unfold(0, RUN, 1)
+    own = every[:: RUN // 2]
+    size, right = mine.norm(dim=-1), own.norm(dim=-1)
+    typical = float(right.median())
+    some = (mine - own).norm(dim=-1) > 0.5 * right
+    off = float((mine - own)[some].square().sum())
+    # runs of numbers that are all but 0 are like any other
+    some &= (size > 0.1 * typical) & (right > 0.1 * typical)
+    if typical == 0 or off < MOST * float((mine - own).square().sum()):
+        return "", ""
+    asked = some.nonzero().flatten()
+    asked = asked[:: max(1, len(asked) // SAMPLE)]
+    if len(asked) < LEAST:
+        return "", ""
+    alike = _unit(mine[asked]) @ _unit(every).T
+    best, at = alike.max(-1)
+    place = asked * (RUN // 2)
+    found = (best > SAME) & (alike.gather(-1, place[:, None])[:, 0] < OWN)
+    if int(found.sum()) < max(LEAST, MOST * len(asked)):
+        return "", ""
+    first = int(found.nonzero()[0])
+    here, there = (_where(int(x[first]), observed.exact) for x in (place, at))
+    apart = torch.unique((at - place)[found])
+    told = f", {int(apart)} numbers on" if len(apart) == 1 else ""
+    return f"numbers stand in another's place{told}: at {here} those of {there}", "layout"
+
+
+def _unit(x: Tensor) -> Tensor:
+    made: Tensor = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    return made
+
+
+def _where(position: int, like: Tensor) -> tuple[int, ...]:
+    """The sequence, head, row and feature."""
+    found = []
+    for size in reversed(like.shape):
+        position, rest = divmod(position, size)
+        found.append(rest)
+    return tuple(reversed(found))
