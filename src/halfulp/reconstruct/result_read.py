@@ -117,7 +117,10 @@ def result_read(
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)
     rest = torch.where(observed.usable, observed.value - made, 0.0)
-    elsewhere = float(rest.square().sum()) > READ * observed.total
+    usual = emulator.fits(model, frozenset({tensor}), frozenset({trial.name})).values()
+    rounding = sum(float(fit.other.sum()) for fit in usual)  # of results, which weights lack
+    most = READ * observed.total
+    elsewhere = float(rest.square().sum()) > most + min(rounding, most)
     if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)
