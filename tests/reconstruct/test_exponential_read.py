@@ -110,6 +110,17 @@ def test_what_is_no_function_of_the_distance_to_the_maximum_is_no_exponential(
     assert exponential_of(with_exponential(exponential, dtype, before), dtype) is None
 
 
+def test_products_that_are_rounded_are_no_matter_of_what_is_left_of_the_maximum():
+    def run(trial):
+        query, key = trial.call.query, trial.call.key
+        products = round_to(query[:, :, :, None].float() * key[:, :, None].float(), FP16).sum(-1)
+        scores = products * trial.call.scale
+        weights = (scores - scores.amax(-1, keepdim=True)).softmax(-1)
+        return Result((weights @ trial.call.value.float()).half())
+
+    assert exponential_of(run, torch.float16) is None
+
+
 def test_one_of_the_backward_pass_alone_is_told_there():
     run = with_exponential(in_lines, torch.float32, backward=True)
     assert exponential_of(run, torch.float32) is None

@@ -22,7 +22,7 @@ KEYS = 16  # one tile in every kernel
 SLOPES = 64  # rows of other steps from key to key
 STEP = 17 / 32  # from key to key: what S − m is, no format of 16 bits holds
 MAXIMA = (0.0, 3.25, -7.5)  # that rows of one slope have, exact in every format
-COMMON = 0.7  # of what weights are off by, that pairs of one S − m must share
+COMMON = 0.7  # of what weights are off by, that pairs of one S − m must share, whichever their key
 BEYOND = 1.7  # times what stores round: from there on a function is another one
 UNITS = 1.2  # of the last bit, and one more for every unit of S − m: rounded arguments make half
 EXPLAINED = 0.1  # of the squares, that a rounding which is the function may leave
@@ -80,24 +80,26 @@ def _read(run: Run, asked: Trial, backward: bool) -> tuple[Tensor, Tensor] | Non
     scores = scores_of(call)
     log, seen = logarithms(read, weights_of(call, scores))
     log = log - log[..., :1]  # beside the key of the maximum, whose factor all have
-    known = ((seen * seen[..., :1] > 0) & (torch.arange(KEYS) > 0))[0, 0]
-    below = (scores.amax(-1, keepdim=True) - scores)[0, 0]
-    plain = scores_of(replace(call, softcap=0.0))[0, 0]
-    at = (plain[:, :1] - plain) * 2**12  # what is capped is a function of the score beside it
-    at = at + 2**20 * plain[:, :1] if call.softcap else at
+    known = ((seen * seen[..., :1] > 0) & (torch.arange(KEYS) > 0))[0]
+    below = (scores.amax(-1, keepdim=True) - scores)[0]
+    plain = scores_of(replace(call, softcap=0.0))[0]
+    at = (plain[..., :1] - plain) * 2**12  # what is capped is a function of the score beside it
+    at = at + 2**20 * plain[..., :1] if call.softcap else at
     off, x, at, key = (y[known] for y in (
-        log[0, 0], below, at.round(), torch.arange(KEYS).expand(known.shape)))  # fmt: skip
-    mean = _of_distance(off, at, key) if len(x) >= SLOPES else None
-    if mean is None:
+        log[0], below, at.round(), torch.arange(KEYS).expand(known.shape)))  # fmt: skip
+    mean, several = _at_each(at, off, key)
+    if int(several.sum()) < SLOPES:
         return None
-    common, least = (float(e.square().mean()) for e in (mean, _allowed(x, call.query.dtype)))
+    off, mean, x = off[several], mean[several], x[several]
+    rest, total, common, least = (float(e.square().mean()) for e in (
+        off - mean, off, mean, _allowed(x, call.query.dtype)))  # fmt: skip
+    if rest > (1 - COMMON) * total:
+        return None
     return (mean, x) if least < common < COARSEST**2 else None
 
 
-def _of_distance(off: Tensor, at: Tensor, key: Tensor) -> Tensor | None:
-    """The mean of what weights are off by at each place, if pairs of one share it, whichever their
-    key.
-    """
+def _at_each(at: Tensor, off: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of what weights are off by at each place, and which places several keys have."""
     places, group = torch.unique(at, return_inverse=True)
 
     def mean(y: Tensor) -> Tensor:
@@ -105,10 +107,8 @@ def _of_distance(off: Tensor, at: Tensor, key: Tensor) -> Tensor | None:
             y, torch.ones_like(y)))  # fmt: skip
         return (sums / counts)[group]
 
-    own = mean(off)
-    several = (mean(key.double().square()) - mean(key.double()).square()) > 0.1
-    rest, total = (float(e[several].square().mean()) for e in (off - own, off))
-    return own if rest < (1 - COMMON) * total else None
+    own, number = mean(off), key.double()
+    return own, mean(number.square()) - mean(number).square() > 0.1
 
 
 def _scaled(off: Tensor, x: Tensor) -> bool:
@@ -120,7 +120,7 @@ def _scaled(off: Tensor, x: Tensor) -> bool:
 
 def _laid(trial: Trial, softcap: float = 0.0) -> Trial:
     """A call whose scores are a step of each row times the key's number, less than a maximum that
-    is another in each third of the rows.
+    is another in each third of the rows; in the second head no product is S − m.
     """
     call = trial.call
     shape = (*call.query.shape[:2], len(MAXIMA) * SLOPES, call.query.shape[3])
@@ -130,6 +130,7 @@ def _laid(trial: Trial, softcap: float = 0.0) -> Trial:
     query[..., 0] = unit * slopes.repeat(len(MAXIMA))
     query[..., 1] = unit * torch.tensor(MAXIMA).repeat_interleave(SLOPES)
     key[..., 0], key[..., 1] = -STEP * torch.arange(KEYS), 1.0
+    key[:, 1, :, 0] += STEP * (KEYS - 1)
     dtype = call.query.dtype
     changed = replace(call, query=query.to(dtype), key=key.to(dtype), sees=EVERYTHING,
                       value=call.value[:, :, :KEYS], softcap=softcap)  # fmt: skip
