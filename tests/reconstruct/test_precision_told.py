@@ -1,5 +1,5 @@
-"""Another function of S − m than the exponential is read off, and what is summed or divided
-otherwise is none.
+"""What pure roundings are told as: another function of S − m than the exponential is read off, a
+coarse cap, a rounded bias and packed operands are told, and what is summed otherwise is none.
 """
 
 from dataclasses import replace
@@ -195,3 +195,14 @@ def test_calls_that_err_as_stock_does_show_no_place():
     emulator = Emulator({t: Result(out) for t, out in results.items()})
     (place,) = unexplained(emulator, Model.of(BF16_FLASH2), UNEXPLAINED)
     assert place.trials == {"softcap"}
+
+
+@pytest.mark.parametrize("fields", [("value", "weights_operand"), ("query", "key")])
+def test_operands_of_one_product_that_are_packed_by_cutting_are_among_what_is_tried(fields):
+    packed = FP32.with_(**dict.fromkeys(fields, CUT))
+    emulator = Emulator({t: Result(Emulator({}).tensors(t, Way(packed), None)["out"])
+                         for t in panel(torch.float32)[-2:-1]})  # fmt: skip
+    models = [m for text, change in space.forward_changes(torch.float32)
+              if "bf16/toward_zero" in text and (m := change(Model.of(FP32)))]  # fmt: skip
+    left = [next(iter(emulator.fits(m, frozenset({"out"})).values())).left for m in models]
+    assert min(left) < 1e-3
