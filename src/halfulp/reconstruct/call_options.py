@@ -65,6 +65,7 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                             "operand", partial(_through, other, what == "results"),
                             partial(_results_through, other, names),
                             unrounded=("query", "key", "value", *STORED))  # fmt: skip
+    yield from _biases()
     yield from stored(dtype, ("out",))
     yield from stored(dtype, GRADIENTS)
     for name in ("query", "key", "value"):
@@ -75,6 +76,38 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                 told = f"the {name} is quantized to {fmt} with a scale for each {text}"
                 turn = partial(_quantized, name, dims, fmt, largest)
                 yield Twist(f"{fmt}-{name}-{key}", told, "operand", turn, unrounded=(name,))
+
+
+def grad_outs(dtype: torch.dtype) -> Iterator[Twist]:
+    """dO over the row's sum, rounded once more, as for weights that are not divided by it."""
+    if dtype != torch.float32:
+        told = f"dO is divided by the row's sum and rounded to {str(dtype).removeprefix('torch.')}"
+        yield Twist("do-over-sum", told, "operand", _divided, unrounded=("grad_out",))
+
+
+def _divided(trial: Trial) -> Trial:
+    scores, do = scores_of(trial.call), trial.grad_out
+    top = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    row_sum = (scores - top).exp().sum(-1, keepdim=True)
+    row_sum = torch.where(row_sum == 0, 1.0, row_sum)
+    return replace(trial, grad_out=((do.double() / row_sum).to(do.dtype) * row_sum).float())
+
+
+def _biases() -> Iterator[Twist]:
+    """What is added to scores, rounded: as it is, or in base 2."""
+    for fmt in (torch.bfloat16, torch.float16):
+        for unit, base in ((1.0, ""), (LOG2_E, " in base 2")):
+            told = str(fmt).removeprefix("torch.")
+            yield Twist(f"bias-{told}{base}", f"the additive mask is rounded to {told}{base}",
+                        "mask", partial(_with_bias, fmt, unit))  # fmt: skip
+
+
+def _with_bias(fmt: torch.dtype, unit: float, trial: Trial) -> Trial | None:
+    sees = trial.call.sees
+    if sees.mask is None or sees.mask.dtype == torch.bool:
+        return None
+    mask = (sees.mask.float() * unit).to(fmt).float() / unit
+    return replace(trial, call=replace(trial.call, sees=replace(sees, mask=mask)))
 
 
 def stored(dtype: torch.dtype, names: tuple[str, ...]) -> Iterator[Twist]:

@@ -1,6 +1,6 @@
 """What the kernel's results say without a search, and what stands before all that one finds: equal
 calls that differ, parts of the keys merged with other weights, rows that lack their maximum or lie
-below what stands for −∞, bits of another format.
+below what stands for −∞, another exponential, bits of another format.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from halfulp.calls import Result
 from halfulp.operations import DTYPES
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Emulator, Model
+from halfulp.reconstruct.exponential_read import exponential_of
 from halfulp.reconstruct.floor_read import floor_of
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
@@ -45,7 +46,7 @@ def first_said(
     if told := vanished(emulator):
         found = _without_maximum(found, told)
     else:
-        found = _with_floor(found, emulator.run)
+        found = _with_floor(_with_exponential(found, emulator), emulator.run)
     found = _with_other_bits(_with_parts(found, emulator), emulator)
     return _with_unstable(found, emulator, moved)
 
@@ -88,6 +89,26 @@ def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
                   function=True)  # fmt: skip
     causes = [n for n in found.causes if n.cause.key not in _OF_FLOORS]
     return replace(found, causes=(first, *causes))
+
+
+def _with_exponential(found: Reconstruction, emulator: Emulator) -> Reconstruction:
+    """Another function of S − m than the exponential, as it is read off, stands before what
+    explains a part of what it makes; in the backward pass where the forward pass has it not.
+    """
+    told = {n.tensor for n in found.causes} | {p.tensor for p in found.places}
+    exact = found.dtype == "float32"  # where the order of sums may hide it
+    if (not told and not exact) or any(n.explained >= PROVEN for n in found.causes[:1]):
+        return found
+    dtype = DTYPES[found.dtype]
+    tensor, read = "out", exponential_of(emulator.run, dtype)
+    if read is None and told & set(GRADIENTS):
+        tensor, read = "grad_value", exponential_of(emulator.run, dtype, backward=True)
+    if read is None or any(n.cause.key == read.cause for n in found.causes[:1]):
+        return found
+    fits = emulator.fits(Model.of(found.stock), frozenset({tensor}))
+    trial, times = max(((t, fit.times) for (t, _), fit in fits.items()), key=lambda x: x[1])
+    first = Named(CAUSES[read.cause], read.text, times, tensor, trial, 1.0, located=True)
+    return replace(found, causes=(first, *found.causes))
 
 
 def called_twice(run: Run, observed: Mapping[Trial, Result]) -> dict[tuple[str, str], float]:

@@ -35,7 +35,7 @@ _FORWARD_CAUSES = {
     "lse": ("log_row_sum", "lse", "lse_from"),
     "exponential": ("exp_degree",),
     "products": ("matmul",),
-    "weights-disagree": ("shift", "base", "exponential", "row_sum_from"),
+    "weights-disagree": ("shift", "exponential", "row_sum_from"),
 }  # fmt: skip
 _BACKWARD_CAUSES = {
     "backward-scores": ("query", "key", "product", "scores", "scale_into",
@@ -277,7 +277,11 @@ def combined(model: Model, stock: Recipe) -> Recipe | None:
 
 def reads_forward() -> set[str]:
     """Fields that the forward pass reads as well."""
-    return {n for names in _FORWARD_CAUSES.values() for n in names} | {"block_key", "algorithm"}
+    return {n for names in _FORWARD_CAUSES.values() for n in names} | {
+        "base",
+        "block_key",
+        "algorithm",
+    }
 
 
 def merged(model: Model) -> Model:

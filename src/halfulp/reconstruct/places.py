@@ -97,6 +97,8 @@ def unexplained(
         least = ONCE if sum(x > HARMFUL for x in times_) == 1 < len(times_) else HARMFUL
         if most <= least and times_[len(times_) // 2] <= SOUND:
             continue  # it rounds otherwise than was tried, and no worse
+        if most > least:  # nor does it in some of these calls
+            bad = {t: fit for t, fit in bad.items() if much[t] > SOUND}
         # the simplest that shows it: in others, more than the fault may be otherwise
         shows = [t for t in bad if much[t] >= min(_LEAST * most, FAR)]
         worst = min(shows, key=lambda t: (t == "small", simplicity(t)))  # there it may round to 0

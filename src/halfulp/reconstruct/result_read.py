@@ -17,6 +17,7 @@ from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.exponential_read import cap_of
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.scores_read import of_distance, unit_scores
 from halfulp.reconstruct.sums_read import (
@@ -108,7 +109,7 @@ def result_read(
         return Read(f"{read.text}; of weights that are 1, and as many as a small number, O is off"
                     " as well: it is the division", "reciprocal")  # fmt: skip
     if read.by_size and not backward:
-        told = of_distance(emulator.run, trial)
+        told = _of_function(emulator.run, trial)
         if told is None and read.cause == "weights":
             told = unit_scores(emulator.run, trial)
         read = told or read
@@ -142,6 +143,13 @@ def result_read(
             return Read(f"P {how.text}, and that of the backward pass is right", "unnormalized")
         return Read(f"P {how.text}", read.cause)
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
+
+
+def _of_function(run: Run, trial: Trial) -> Read | None:
+    """Whether weights are another function of S − m, or of scores that are capped."""
+    cap = trial.call.softcap
+    told = cap_of(run, trial.call.query.dtype, cap) if cap else None
+    return told or of_distance(run, trial)
 
 
 def _of_other_keys(read: Read) -> bool:
@@ -211,7 +219,7 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
             how = value_rows(emulator.run, trial) if tensor == "out" else ("", "")
             return Read("; ".join(filter(None, (told, how[0]))), how[1])
         if weights is None and tensor == "out" and _weights_err(emulator, trial):
-            said = of_distance(emulator.run, trial) or unit_scores(emulator.run, trial)
+            said = _of_function(emulator.run, trial) or unit_scores(emulator.run, trial)
             return said or Read(f"{told}, and yet what errs is weights", "")
         other = (0.0 if weights is None else
                  _other_bits(emulator, model, trial, weights, tensor))  # fmt: skip

@@ -48,6 +48,7 @@ _WIDTHS: tuple[int | None, ...] = (None, 16, 32, 48, 64, 80, 96, 256, 512)
 
 _OPERANDS = ("query", "key", "value", "grad_out")
 _CUT = tuple(custom(8, bits).with_(rounding="toward_zero") for bits in (3, 4, 5, 6))
+_PACKED = (BF16, BF16.with_(rounding="toward_zero"), FP16)  # what float32 is packed to
 _STORED = ("out", "grad_query", "grad_key", "grad_value")  # in the kernel's dtype, as seen
 DIVIDES = ("block_key", "block_query", "exp_degree", "division", "reciprocal", "algorithm",
            "weights_operand", "row_sum_from", "lse_from", "base", "shift", "weights", "row_sum",
@@ -135,7 +136,9 @@ def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
         {"scale_into": "query", "scaled_operand": low},
         {"scale_into": "key", "scaled_operand": low},
         {"weights_operand": OCP_E4M3, "weights_scale": 256.0},
-    )
+        *_through(dtype, ("query", "key"), ("value", "weights_operand"),
+                  ("query", "key", "value", "weights_operand")),
+    )  # fmt: skip
 
 
 def tiled_changes(dtype: torch.dtype, blocks: tuple[int, ...]) -> Iterator[tuple[str, Change]]:
@@ -209,7 +212,23 @@ def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tu
         {"scale_into": "key", "scaled_operand": low},
         {"scale_into": "query", "scaled_operand": FP16},
         {"delta": low, "delta_products": low},
-    )
+        *_through(dtype, ("grad_out", "value"), ("grad_out", "probabilities_operand"),
+                  ("grad_scores", "key"), ("grad_scores", "query"),
+                  ("query", "key", "value", "grad_out", "probabilities_operand", "grad_scores")),
+    )  # fmt: skip
+
+
+def _through(dtype: torch.dtype, *products: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Both operands of some products in fewer bits than float32's, as tensor cores take them; P
+    before its division by the row sum, or after.
+    """
+    if dtype == torch.float32:
+        for names in products:
+            for fmt in (TF32, TF32.with_(rounding="toward_zero"), *_PACKED):
+                fields = dict.fromkeys(names, fmt)
+                yield fields
+                if "weights_operand" in names:
+                    yield fields | {"algorithm": "standard"}
 
 
 def hidden_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:

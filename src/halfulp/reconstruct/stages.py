@@ -375,6 +375,7 @@ class Stages:
         arithmetic = neighbors_of(
             lambda: (*self._backward_changes(BACKWARD),
                      *space.twist_changes(others, frozenset(FORWARD)),
+                     *space.twist_changes(tuple(call_options.grad_outs(self.dtype)), BACKWARD),
                      *space.twist_changes(self.operands, EVERY))
         )  # fmt: skip
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, BACKWARD))

@@ -100,10 +100,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                     " other dimension", "unnormalized")  # fmt: skip
     if (most := _held(read, exact)) > 0:
         told = f"no weight is more than {most:.3g}: what should be is that"
-        return Read(told, _backward("weights") if backward else "weights")
+        return Read(told, in_backward("weights") if backward else "weights")
     small = _small(call, exact, lost)
     if small is not None:
-        return Read(small[0], _backward(small[1]) if backward else small[1])
+        return Read(small[0], in_backward(small[1]) if backward else small[1])
     for marked, possible, told in (
         (lost & ~every, (exact > VISIBLE) & ~every, "get no weight"),
         (extra, exact == 0, "have weight though they are hidden"),
@@ -126,10 +126,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 cause = own  # what is hidden is a matter of what hides it
             if backward and call.groups > 1 and pattern.startswith("heads"):
                 cause = "group-sum"
-            return Read(f"{pattern} {told}", _backward(cause) if backward else cause)
+            return Read(f"{pattern} {told}", in_backward(cause) if backward else cause)
     sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
     ratios = compared_ratios(trial, *logarithms(read, exact), backward, sums)
-    return replace(ratios, cause=_backward(ratios.cause)) if backward else ratios
+    return replace(ratios, cause=in_backward(ratios.cause)) if backward else ratios
 
 
 def _over_queries(read: Tensor, exact: Tensor) -> bool:
@@ -182,11 +182,12 @@ _IN_BACKWARD = {
     "unnormalized": "lse-other",
     "scale": "backward-scores", "scores": "backward-scores", "exponential": "backward-scores",
     "softcap": "backward-scores", "weights": "probabilities", "rescale": "backward-weights",
-    "split-merge": "backward-weights", "operand": "backward-scores",
+    "split-merge": "backward-weights", "operand": "backward-scores", "row-max": "backward-scores",
 }  # fmt: skip
 
 
-def _backward(cause: str) -> str:
+def in_backward(cause: str) -> str:
+    """What stands for a cause where the backward pass has it."""
     return _IN_BACKWARD.get(cause, cause)
 
 
