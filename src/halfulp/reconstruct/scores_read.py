@@ -17,6 +17,7 @@ from halfulp.reconstruct.weight_ratios import NOISE, Read, centered, logarithms,
 from halfulp.reconstruct.weights_read import forward_weights
 
 GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
+RIGHT = 0.6  # of what weights are off by elsewhere: nothing that rounding P makes is right
 FEW_KEYS = 16  # one tile in every kernel
 ALIKE = 16  # pairs of nearly one S − m, and how many times
 SOME_PAIRS = 8
@@ -87,13 +88,24 @@ def unit_scores(run: Run, trial: Trial) -> Read | None:
         if capped and _unit_error(run, trial, "query", "key", 64.0, capped) > 2 * noise:
             return Read("weights are right where a score is one product that is not capped, and off"
                         " where it is: it is the cap", "softcap")  # fmt: skip
-        return Read("weights are right where a score is one product, so it is the sum", "products")
+        if max(error for _, error, _ in off) < RIGHT * _off_here(run, trial):
+            told = "weights are right where a score is one product, so it is the sum"
+            return Read(told, "products")
     return None
+
+
+def _off_here(run: Run, trial: Trial) -> float:
+    """The rms of what log weights are off by, in rows of their own; NaN where nothing is given."""
+    read = forward_weights(run, trial)
+    if read is None:
+        return math.nan
+    log, seen = logarithms(read, weights_of(trial.call, scores_of(trial.call)))
+    return rms(centered(log, seen), seen)
 
 
 def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float,
                 softcap: float = 0.0) -> float:  # fmt: skip
-    """The rms of what log weights are off by, in rows of their own; NaN where nothing is given."""
+    """The same where every score is one number of an operand, at most `size`."""
     call, d = trial.call, trial.call.query.shape[3]
     unit = torch.zeros_like(getattr(call, other)[:, :, :1]).repeat(1, 1, d, 1)
     largest = float(getattr(call, name).abs().max()) or 1.0
@@ -102,10 +114,5 @@ def _unit_error(run: Run, trial: Trial, name: str, other: str, size: float,
     changed: dict[str, Tensor] = {other: unit} | ({"value": value} if other == "key" else {})
     asked = replace(call, **changed, sees=EVERYTHING, sinks=None, scale=0.125, softcap=softcap)  # type: ignore[arg-type]
     do = trial.grad_out[:, :, torch.arange(asked.query.shape[2]) % trial.grad_out.shape[2]]
-    read = forward_weights(
-        run, replace(trial, name=f"{trial.name}/unit {other} {size}", call=asked, grad_out=do)
-    )
-    if read is None:
-        return math.nan
-    log, seen = logarithms(read, weights_of(asked, scores_of(asked)))
-    return rms(centered(log, seen), seen)
+    name = f"{trial.name}/unit {other} {size}"
+    return _off_here(run, replace(trial, name=name, call=asked, grad_out=do))
