@@ -121,6 +121,22 @@ def test_products_that_are_rounded_are_no_matter_of_what_is_left_of_the_maximum(
     assert exponential_of(run, torch.float16) is None
 
 
+def test_parts_that_are_merged_have_the_maximum_each():
+    def run(trial):
+        scores, value = scores_of(trial.call), trial.call.value.float()
+        exact = scores - scores.amax(-1, keepdim=True)
+        made = torch.empty_like(exact)
+        for part in (slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 16)):
+            top = scores[..., part].amax(-1, keepdim=True)
+            factor = (top - scores.amax(-1, keepdim=True)).exp()
+            made[..., part] = in_lines((scores[..., part] - top).float()) * factor
+        return Result((made / made.sum(-1, keepdim=True)).float() @ value)
+
+    told = exponential_of(run, torch.float32)
+    assert told is not None
+    assert told.cause == "exponential"
+
+
 def test_one_of_the_backward_pass_alone_is_told_there():
     run = with_exponential(in_lines, torch.float32, backward=True)
     assert exponential_of(run, torch.float32) is None

@@ -18,7 +18,9 @@ from halfulp.reconstruct.panel import Run, Trial, panel
 from halfulp.reconstruct.weight_ratios import NOISE, Read, logarithms
 from halfulp.reconstruct.weights_read import backward_weights, forward_weights, in_backward
 
-KEYS = 16  # one tile in every kernel
+NUMBERS = (0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 0, 9, 10, 11, 12, 0)
+"""Of keys in steps from the row's maximum, so few that they are one tile in every kernel; each
+quarter has the maximum, and of every four keys one has, so that parts that are merged have it."""
 SLOPES = 64  # rows of other steps from key to key
 STEP = 17 / 32  # from key to key: what S − m is, no format of 16 bits holds
 MAXIMA = (0.0, 3.25, -7.5)  # that rows of one slope have, exact in every format
@@ -80,13 +82,13 @@ def _read(run: Run, asked: Trial, backward: bool) -> tuple[Tensor, Tensor] | Non
     scores = scores_of(call)
     log, seen = logarithms(read, weights_of(call, scores))
     log = log - log[..., :1]  # beside the key of the maximum, whose factor all have
-    known = ((seen * seen[..., :1] > 0) & (torch.arange(KEYS) > 0))[0]
+    known = ((seen * seen[..., :1] > 0) & (torch.tensor(NUMBERS) > 0))[0]
     below = (scores.amax(-1, keepdim=True) - scores)[0]
     plain = scores_of(replace(call, softcap=0.0))[0]
     at = (plain[..., :1] - plain) * 2**12  # what is capped is a function of the score beside it
     at = at + 2**20 * plain[..., :1] if call.softcap else at
     off, x, at, key = (y[known] for y in (
-        log[0], below, at.round(), torch.arange(KEYS).expand(known.shape)))  # fmt: skip
+        log[0], below, at.round(), torch.tensor(NUMBERS).expand(known.shape)))  # fmt: skip
     mean, several = _at_each(at, off, key)
     if int(several.sum()) < SLOPES:
         return None
@@ -124,16 +126,16 @@ def _laid(trial: Trial, softcap: float = 0.0) -> Trial:
     """
     call = trial.call
     shape = (*call.query.shape[:2], len(MAXIMA) * SLOPES, call.query.shape[3])
-    query, key = torch.zeros(shape), torch.zeros(*call.key.shape[:2], KEYS, shape[3])
+    query, key = torch.zeros(shape), torch.zeros(*call.key.shape[:2], len(NUMBERS), shape[3])
     unit = 1 / call.scale
     slopes = (SLOPES + torch.arange(SLOPES)) / (2 * SLOPES)  # 1/2 to 1, in seven bits
     query[..., 0] = unit * slopes.repeat(len(MAXIMA))
     query[..., 1] = unit * torch.tensor(MAXIMA).repeat_interleave(SLOPES)
-    key[..., 0], key[..., 1] = -STEP * torch.arange(KEYS), 1.0
-    key[:, 1, :, 0] += STEP * (KEYS - 1)
+    key[..., 0], key[..., 1] = -STEP * torch.tensor(NUMBERS), 1.0
+    key[:, 1, :, 0] += STEP * max(NUMBERS)
     dtype = call.query.dtype
     changed = replace(call, query=query.to(dtype), key=key.to(dtype), sees=EVERYTHING,
-                      value=call.value[:, :, :KEYS], softcap=softcap)  # fmt: skip
+                      value=call.value[:, :, : len(NUMBERS)], softcap=softcap)  # fmt: skip
     return replace(trial, name=f"{trial.name}/exponential", call=changed)
 
 

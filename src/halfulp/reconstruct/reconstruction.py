@@ -249,7 +249,7 @@ def _found(
     places = [_with_field(p, harmless) for p in located]
     known = _known(emulator, stages.start, model)
     gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
-    causes = [n for n in causes if n.harm > MILD or not gross]
+    causes = [n for n in causes if n.harm > MILD or not gross or _one_of_two(n, emulator, stock)]
     causes = [_or_zero(n, emulator, model) for n in causes if _holds(n, places, n.tensor in known)]
     usual = {n: _left_by(n, emulator, model, stock) for n in causes if n.function}
     causes = [n for n in causes if not _read_too(n, places) or (
@@ -285,6 +285,15 @@ def _found(
         complete=not stages.late,
         region="" if region is None else region.text,
     )
+
+
+def _one_of_two(cause: Named, emulator: Emulator, stock: Recipe) -> bool:
+    """Whether what a cause alone makes little of is gross and explained: both operands of a product
+    are cut, and each makes half.
+    """
+    own, trials = frozenset({cause.tensor}), frozenset({cause.trial})
+    (usual,) = emulator.fits(Model.of(stock), own, trials).values()
+    return cause.explained >= PROVEN and usual.times > GROSS
 
 
 def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:

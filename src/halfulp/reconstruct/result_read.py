@@ -4,7 +4,7 @@ them, and to the store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from halfulp.reconstruct import space
 from halfulp.reconstruct.columns_read import of_columns
 from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
+from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED, Fit
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.exponential_read import cap_of
 from halfulp.reconstruct.panel import Run, Trial
@@ -119,9 +119,7 @@ def result_read(
         return _after_weights(emulator, model, trial, weights, tensor)
     rest = torch.where(observed.usable, observed.value - made, 0.0)
     usual = emulator.fits(model, frozenset({tensor}), frozenset({trial.name})).values()
-    rounding = sum(float(fit.other.sum()) for fit in usual)  # of results, which weights lack
-    most = READ * observed.total
-    elsewhere = float(rest.square().sum()) > most + min(rounding, most)
+    elsewhere = _elsewhere(rest, observed.total, usual)
     if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)
@@ -143,6 +141,12 @@ def result_read(
             return Read(f"P {how.text}, and that of the backward pass is right", "unnormalized")
         return Read(f"P {how.text}", read.cause)
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
+
+
+def _elsewhere(rest: Tensor, total: float, usual: Iterable[Fit]) -> bool:
+    """Whether weights do not make an error, beside the rounding of results, which they lack."""
+    rounding, most = sum(float(fit.other.sum()) for fit in usual), READ * total
+    return float(rest.square().sum()) > most + min(rounding, most)
 
 
 def _of_function(run: Run, trial: Trial) -> Read | None:
