@@ -18,7 +18,7 @@ from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
-from halfulp.reconstruct.panel import simplicity
+from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
 from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
 from halfulp.reconstruct.unlike import OFF, Unlike, place_of
@@ -240,13 +240,8 @@ def _told(
             if own is not None and own.cause in _OTHERS:  # which has all others do
                 return f"{own.text}: {others.text}", _OTHERS[own.cause], False, True
         if others:
-            some = bad or frozenset({worst})
-            grouped = all(emulator.trials[name].call.groups > 1 for name in some)
-            # calls without groups are right: it is the head of the group that is another
-            paired = grouped and others.told == "heads" and not others.beside and holds(
-                emulator, model, GROUPED, some)  # fmt: skip
-            paired = paired and (tensor not in GRADIENTS[1:] or of_whole_heads(
-                trial, tensor, observed))  # fmt: skip
+            paired = others.told == "heads" and not others.beside and _paired(
+                emulator, model, trial, tensor, bad or frozenset({worst}))  # fmt: skip
             return others.text, "key-heads" if paired else "other-data", False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
@@ -289,6 +284,19 @@ def _told(
             cause = key
     alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
+
+
+def _paired(
+    emulator: Emulator, model: Model, trial: Trial, tensor: str, bad: frozenset[str]
+) -> bool:
+    """Whether it is which query heads share a key head that is wrong: calls without groups are
+    right, and dK or dV is of whole heads.
+    """
+    grouped = all(emulator.trials[name].call.groups > 1 for name in bad)
+    if not grouped or not holds(emulator, model, GROUPED, bad):
+        return False
+    observed = emulator.observed[trial.name, tensor]
+    return tensor not in GRADIENTS[1:] or of_whole_heads(trial, tensor, observed)
 
 
 def _few_elements(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> str:
