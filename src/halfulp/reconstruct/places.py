@@ -219,11 +219,7 @@ def _told(
 ) -> tuple[str, str, bool, bool]:
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
-    silent = ("", "") if worst == "small" else silent_rows(observed)
-    if silent[1]:  # rows that an option alone makes 0 are hidden by it
-        gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
-                if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
-        silent = silent[0], call_kinds.option_of(gone) or silent[1]
+    silent = _silent(emulator, trial, tensor, gross=gross)
     operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
     memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
     counted = members_counted(trial, tensor, observed) if gross else ("", "")
@@ -284,6 +280,21 @@ def _told(
             cause = key
     alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
+
+
+def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tuple[str, str]:
+    """Rows that are 0, unless others have what these should."""
+    observed = emulator.observed[trial.name, tensor]
+    text, cause = ("", "") if trial.name == "small" else silent_rows(observed)
+    rest = torch.where(observed.value != 0, observed.value - observed.exact, 0.0)
+    if cause and gross and float(rest.square().sum()) > (1 - CONCENTRATED) * observed.total and (
+        reads_others(emulator.run, trial, tensor, observed)):  # fmt: skip
+        return "", ""
+    if not cause:
+        return "", ""
+    gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
+            if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
+    return text, call_kinds.option_of(gone) or cause  # an option alone hides what it makes 0
 
 
 def _paired(
