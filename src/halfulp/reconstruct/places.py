@@ -259,11 +259,10 @@ def _told(
             read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
             told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
+            told_more |= {"scale"} if special == "ragged" else set()  # of some keys
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
-            # which scores a scale lacks is more than which sizes show it
-            told_more = told_more | ({"scale"} if special == "ragged" else set())
             stands = special in _OPTIONS or read.cause not in told_more
             # matters of no other option
             if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):
