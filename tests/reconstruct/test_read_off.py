@@ -33,7 +33,7 @@ def without_keys(start, stop):
     return change
 
 
-def without_scale(start, factor=math.sqrt(40)):
+def without_scale(start, factor=40**0.5):
     def change(scores):
         return torch.where(torch.arange(scores.shape[-1]) >= start, scores * factor, scores)
 
