@@ -117,11 +117,7 @@ def result_read(
         read = replace(read, text=f"{read.text},{how.where}")
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)
-    rest = torch.where(observed.usable, observed.value - made, 0.0)
-    usual = emulator.fits(model, frozenset({tensor}), frozenset({trial.name})).values()
-    rounding = sum(float(fit.other.sum()) for fit in usual)  # of results, which weights lack
-    most = READ * observed.total
-    elsewhere = float(rest.square().sum()) > most + min(rounding, most)
+    elsewhere = _elsewhere(emulator, model, (trial.name, tensor), made)
     if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)
@@ -150,6 +146,17 @@ def _of_function(run: Run, trial: Trial) -> Read | None:
     cap = trial.call.softcap
     told = cap_of(run, trial.call.query.dtype, cap) if cap else None
     return told or of_distance(run, trial)
+
+
+def _elsewhere(emulator: Emulator, model: Model, key: tuple[str, str], made: Tensor) -> bool:
+    """Whether what weights make of a result leaves more of its error than what they lack does, the
+    rounding of the result.
+    """
+    observed, (trial, tensor) = emulator.observed[key], key
+    rest = torch.where(observed.usable, observed.value - made, 0.0)
+    usual = emulator.fits(model, frozenset({tensor}), frozenset({trial})).values()
+    rounding, most = sum(float(fit.other.sum()) for fit in usual), READ * observed.total
+    return float(rest.square().sum()) > most + min(rounding, most)
 
 
 def _of_other_keys(read: Read) -> bool:
