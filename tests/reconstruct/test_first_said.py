@@ -12,6 +12,7 @@ from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import CAUSES
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.first_said import called_twice, first_said
+from halfulp.reconstruct.floor_read import floor_of, products_overflow
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.panel import panel
@@ -113,9 +114,9 @@ def test_a_number_in_the_backward_pass_alone_is_read():
 
 def test_statistics_that_leave_their_format_are_no_number_for_minus_infinity():
     def in_half(*given):
-        return eager(*given, hidden=-torch.inf) * torch.where(
-            (given[0][..., :1] * given[1][:, :, :1, :1]).abs() > 40_000, 0.0, 1.0
-        ).to(given[0].dtype)
+        first = given[0][..., :1] * given[1][:, :, :1, :1] * given[4]  # one score of each row
+        far = (first.abs() > 40_000).to(given[0].dtype)
+        return eager(*given, hidden=-torch.inf) * (1 - far)
 
     (told,) = said_of(in_half, torch.float16)
     assert told.cause.key == "mask-finite"
@@ -165,3 +166,20 @@ def test_bits_of_the_other_format_are_told(dtype, tensor):
     found = first_said(found, Emulator(observed, run), {})
     assert [n.cause.key for n in found.causes] == ["layout"] * (tensor != "none")
     assert all(n.tensor == tensor for n in found.causes)
+
+
+@pytest.mark.parametrize("scaled_first", [True, False])
+def test_products_beyond_float16_are_no_floor(scaled_first):
+    """What is scaled before it is stored in float16 is beyond it only where scores are."""
+
+    def run(trial):
+        call, factor = trial.call, 64.0  # as of a base, or of codes
+        product = call.query.float() @ call.key.float().mT * (call.scale if scaled_first else 1)
+        stored = (product * factor).half().float() / factor
+        scores = stored if scaled_first else stored * call.scale
+        scores = call.sees.apply(scores, *(slice(0, n) for n in scores.shape[2:]), 1.0)
+        return Result((scores.softmax(-1) @ call.value.float()).bfloat16())
+
+    assert products_overflow(run, torch.bfloat16) != scaled_first
+    told = floor_of(run, torch.bfloat16)
+    assert told.cause == ("mask-finite" if scaled_first else "scores")

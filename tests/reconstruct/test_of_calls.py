@@ -9,11 +9,15 @@ from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import panel, reconstruct
+from halfulp.reconstruct.call_causes import of_calls
 from halfulp.reconstruct.call_options import groups
+from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import UNEXPLAINED, Observed
 from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.places import unexplained
+from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.scores_read import unit_scores
 from halfulp.reconstruct.slip_kinds import Slip
 from halfulp.reconstruct.suggested import exchanged
@@ -261,3 +265,17 @@ def test_rows_that_see_nothing_and_have_anothers_are_no_layout():
     said, cause = exchanged(Observed.of(out, exact))
     assert cause == "other-data"
     assert "which should be 0" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "region", "told"),
+    [
+        ("rescale", "ragged", "rescale"),
+        ("rescale", "mask", "mask"),
+        ("row-max", "ragged", "ragged"),
+    ],
+)
+def test_a_sum_that_is_not_rescaled_is_no_matter_of_sizes(key, region, told):
+    cause = Named(CAUSES[key], "left out", 100.0, "out", "ragged", 0.99, function=True)
+    of = of_calls(cause, Region("in some calls", {}, region), Emulator({}, lambda _: None))
+    assert of.cause.key == told

@@ -33,7 +33,7 @@ def without_keys(start, stop):
     return change
 
 
-def without_scale(start, factor=8):
+def without_scale(start, factor=40**0.5):
     def change(scores):
         return torch.where(torch.arange(scores.shape[-1]) >= start, scores * factor, scores)
 
@@ -86,6 +86,7 @@ def seeing_one_more(name):
         ("plain", exact("plain").masked_fill(exact("plain") < 1e-3, 0), "weights", "are 0"),
         ("plain", dropped("plain"), "dropout", "of the pairs, wherever they are"),
         ("plain", exact("plain") * every_tenth("plain"), "dropout", "key − query"),
+        ("ragged", exact("ragged", without_scale(144, 0.5)), "operand", "keys 144-156 of 157"),
         ("ragged", exact("ragged", without_scale(128, 0)), "key-tail", "keys 128-156 of 157"),
         (
             "plain",

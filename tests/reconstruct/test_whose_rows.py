@@ -18,6 +18,7 @@ from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
+from halfulp.reconstruct.places import unexplained
 from halfulp.reconstruct.result_read import result_read
 from halfulp.reconstruct.weight_ratios import Read
 from halfulp.reconstruct.weights_read import compared
@@ -217,3 +218,29 @@ def test_heads_that_overlap_in_memory_are_no_pairing(paired):
         got[:, :, ::2] = exact[:, :, :40]
         got[:, 1:, ::2] += exact[:, :-1, 40:]
     assert of_whole_heads(trial, "grad_value", Observed.of(got.bfloat16(), exact)) == paired
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_rows_that_are_0_as_others_have_what_is_theirs_were_written(added):
+    def run(trial):
+        result = golden(trial.call, trial.grad_out).map(torch.Tensor.bfloat16)
+        dv = result.grad_value
+        first = dv.sum(0, keepdim=True) if added else dv[:1]
+        return replace(result, grad_value=torch.cat([first, torch.zeros_like(dv[1:])]))
+
+    emulator = Emulator({TRIALS["grouped"]: run(TRIALS["grouped"])}, run)
+    place = unexplained(emulator, STOCK, 0.05)[-1]
+    assert (place.tensor, place.cause) == ("grad_value", "other-data" if added else "unwritten")
+
+
+def test_another_sequences_query_is_followed_in_o():
+    trial = TRIALS["grouped"]
+
+    def run(asked):
+        query = asked.call.query
+        moved = torch.cat([query.roll(1, 0)[:, :, -1:], query[:, :, 1:]], 2)
+        result = golden(replace(asked.call, query=moved), asked.grad_out)
+        return Result(result.out.bfloat16())
+
+    observed = Observed.of(run(trial).out, golden(trial.call).out)
+    assert reads_others(run, trial, "out", observed).told == "heads"

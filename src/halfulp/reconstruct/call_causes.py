@@ -12,9 +12,11 @@ from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.result_read import STRUCTURE
 
 _FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
-_FORMULAS = {"causal-mask": _FACTORS, "ragged": _FACTORS - {"lse-other"}, "key-heads": _FACTORS,
+_FORMULAS = {"causal-mask": _FACTORS, "key-heads": _FACTORS,
+             "ragged": (_FACTORS | {"rescale"}) - {"lse-other"},
              "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
-"""What is no matter of the calls that alone have it: no mask or tail multiplies a scale."""
+"""What is no matter of the calls that alone have it: no mask or tail multiplies a scale, and
+no size is why a sum is not rescaled."""
 _HIDE = {"causal-mask", "window", "mask"}
 _OF_SOME_KEYS = ("unnormalized-first", "unnormalized-last")
 """How keys of twists begin that divide by the row sum of some keys alone."""

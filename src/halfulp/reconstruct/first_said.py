@@ -16,7 +16,7 @@ from halfulp.operations import DTYPES
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Emulator, Model
 from halfulp.reconstruct.exponential_read import exponential_of
-from halfulp.reconstruct.floor_read import floor_of
+from halfulp.reconstruct.floor_read import OVERFLOW, floor_of, products_overflow
 from halfulp.reconstruct.found import Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
 from halfulp.reconstruct.panel import Run, Trial
@@ -44,7 +44,8 @@ def first_said(
     """The reconstruction with these causes before its own; equal calls differ by `moved`."""
     found = _without_weights(found, emulator)
     if told := vanished(emulator):
-        found = _without_maximum(found, told)
+        over = products_overflow(emulator.run, DTYPES[found.dtype])
+        found = _without_rows(found, *(("scores", OVERFLOW) if over else ("maximum", told)))
     else:
         found = _with_floor(_with_exponential(found, emulator), emulator.run)
     found = _with_other_bits(_with_parts(found, emulator), emulator)
@@ -131,11 +132,11 @@ def called_twice(run: Run, observed: Mapping[Trial, Result]) -> dict[tuple[str, 
     return found
 
 
-def _without_maximum(found: Reconstruction, told: str) -> Reconstruction:
+def _without_rows(found: Reconstruction, key: str, told: str) -> Reconstruction:
     """Results that are 0, or not finite, where scores are large were not left unwritten."""
     gone = {"unwritten", "non-finite", "grad-tail"}
     causes = [n for n in found.causes if n.cause.key not in gone]
-    first = Named(CAUSES["maximum"], told, math.inf, "out", "", 1.0, located=True, function=True)
+    first = Named(CAUSES[key], told, math.inf, "out", "", 1.0, located=True, function=True)
     places = tuple(p for p in found.places if p.cause not in gone)
     return replace(found, causes=(first, *causes), places=places)
 

@@ -13,9 +13,12 @@ from halfulp.algorithms import golden
 from halfulp.reconstruct.panel import FLAT, Run, lying_at
 
 FAR, NEAR = -61_440.0, -150.0  # float16 holds no number much lower; what other trials have
+LITTLE = 2.0**-9  # a scale at which products of `NEAR` scores lie beyond float16
+LESS = 1 / 16  # a scale at which it is asked whether scores are beyond, or products
 EXACTLY = 1.05  # times the number: how near it is read
 OFF = 0.25  # of a row's O, the mean of a few values: no rounding is so coarse
 SOME = 0.5  # of the rows
+OVERFLOW = "O is 0, or not finite, where products before their scale are beyond float16"
 
 
 class Floor(NamedTuple):
@@ -52,14 +55,26 @@ def floor_of(run: Run, dtype: torch.dtype) -> Floor | None:
             middle = -math.sqrt(low * high)
             right = not _wrong(run, middle, dtype, hidden)
             low, high = (low, middle) if right else (middle, high)
+        if alone == "gone" and _wrong(run, LESS * low, dtype, "nothing", LESS / EXACTLY) == "gone":
+            return Floor("scores", "out", OVERFLOW, gone=True)  # the same products, not scores
         cause, tensor, text = _WRONG[wrong]
         return Floor(cause, tensor, f"{text} scores lie below {low:.2g}", alone == "gone")
     return None
 
 
-def _wrong(run: Run, level: float, dtype: torch.dtype, hidden: str) -> str | None:
+def products_overflow(run: Run, dtype: torch.dtype) -> bool:
+    """Whether products that no float16 holds leave nothing of O though their scores are no larger
+    than others are that it is right with.
+    """
+    return _wrong(run, NEAR, dtype, "nothing", LITTLE) == "gone" and not _wrong(
+        run, NEAR, dtype, "nothing")  # fmt: skip
+
+
+def _wrong(
+    run: Run, level: float, dtype: torch.dtype, hidden: str, scale: float = 1.0
+) -> str | None:
     """What is wrong with scores of that level; None where the kernel does not take the call."""
-    trial = lying_at(level, dtype, hidden)
+    trial = lying_at(level, dtype, hidden, scale)
     result = run(trial)
     if result is None:
         return None

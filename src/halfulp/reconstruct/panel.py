@@ -310,16 +310,17 @@ def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> 
     return Trial(name, call, x["grad_out"].to(dtype), about)
 
 
-def lying_at(level: float, dtype: torch.dtype, hidden: str) -> Trial:
-    """A small call of which all scores are one number, about `level`, below 0, in any format and
-    before the scale, which is 1. What is hidden is so by causality, by a window as well, or by a
-    mask; no gradient reaches rows that see more than the first quarter of the keys.
+def lying_at(level: float, dtype: torch.dtype, hidden: str, scale: float = 1.0) -> Trial:
+    """A small call of which all scores are one number, about `level`, below 0, in any format, and
+    before the scale as well where this is 1. What is hidden is so by causality, by a window as
+    well, or by a mask; no gradient reaches rows that see more than the first quarter of the keys.
     """
 
     def draw(g: torch.Generator) -> dict[str, Any]:
         x = _operands(g, (1, 2, 2), (FLAT, FLAT), (64, 64))
         x["query"], x["key"] = torch.zeros_like(x["query"]), torch.zeros_like(x["key"])
-        x["query"][..., 0], x["key"][..., 0] = 128.0, float(torch.tensor(level / 128).bfloat16())
+        number = torch.tensor(level / scale / 128).bfloat16()
+        x["query"][..., 0], x["key"][..., 0] = 128.0, float(number)
         x["grad_out"][:, :, FLAT // 4 :] = 0
         later = torch.rand(FLAT, FLAT, generator=g) > 0.5
         later[: FLAT // 4, FLAT // 4 :] = False
@@ -329,7 +330,7 @@ def lying_at(level: float, dtype: torch.dtype, hidden: str) -> Trial:
             "mask": Sees(mask=(later | torch.eye(FLAT).bool())[None, None]),
             "nothing": Sees(),
         }
-        return x | {"scale": 1.0, "sees": sees[hidden]}
+        return x | {"scale": scale, "sees": sees[hidden]}
 
     return _trial(f"{hidden} at {level:g}", f"scores of {level:g}", draw, dtype, 0)
 

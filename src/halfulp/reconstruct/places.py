@@ -18,7 +18,7 @@ from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
-from halfulp.reconstruct.panel import simplicity
+from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
 from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
 from halfulp.reconstruct.unlike import OFF, Unlike, place_of
@@ -219,11 +219,7 @@ def _told(
 ) -> tuple[str, str, bool, bool]:
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
-    silent = ("", "") if worst == "small" else silent_rows(observed)
-    if silent[1]:  # rows that an option alone makes 0 are hidden by it
-        gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
-                if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
-        silent = silent[0], call_kinds.option_of(gone) or silent[1]
+    silent = _silent(emulator, trial, tensor, gross=gross)
     operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
     memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
     counted = members_counted(trial, tensor, observed) if gross else ("", "")
@@ -240,13 +236,8 @@ def _told(
             if own is not None and own.cause in _OTHERS:  # which has all others do
                 return f"{own.text}: {others.text}", _OTHERS[own.cause], False, True
         if others:
-            some = bad or frozenset({worst})
-            grouped = all(emulator.trials[name].call.groups > 1 for name in some)
-            # calls without groups are right: it is the head of the group that is another
-            paired = grouped and others.told == "heads" and not others.beside and holds(
-                emulator, model, GROUPED, some)  # fmt: skip
-            paired = paired and (tensor not in GRADIENTS[1:] or of_whole_heads(
-                trial, tensor, observed))  # fmt: skip
+            paired = others.told == "heads" and not others.beside and _paired(
+                emulator, model, trial, tensor, bad or frozenset({worst}))  # fmt: skip
             return others.text, "key-heads" if paired else "other-data", False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
@@ -268,11 +259,10 @@ def _told(
             read = replace(read, cause="mask-finite")
         if read.cause and read.cause != "accumulator":
             told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
+            told_more |= {"scale"} if special == "ragged" else set()  # of some keys
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
-            # which scores a scale lacks is more than which sizes show it
-            told_more = told_more | ({"scale"} if special == "ragged" else set())
             stands = special in _OPTIONS or read.cause not in told_more
             # matters of no other option
             if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):
@@ -289,6 +279,34 @@ def _told(
             cause = key
     alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
+
+
+def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tuple[str, str]:
+    """Rows that are 0, unless others have what these should."""
+    observed = emulator.observed[trial.name, tensor]
+    text, cause = ("", "") if trial.name == "small" else silent_rows(observed)
+    rest = torch.where(observed.value != 0, observed.value - observed.exact, 0.0)
+    if cause and gross and float(rest.square().sum()) > (1 - CONCENTRATED) * observed.total and (
+        reads_others(emulator.run, trial, tensor, observed)):  # fmt: skip
+        return "", ""
+    if not cause:
+        return "", ""
+    gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
+            if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
+    return text, call_kinds.option_of(gone) or cause  # an option alone hides what it makes 0
+
+
+def _paired(
+    emulator: Emulator, model: Model, trial: Trial, tensor: str, bad: frozenset[str]
+) -> bool:
+    """Whether it is which query heads share a key head that is wrong: calls without groups are
+    right, and dK or dV is of whole heads.
+    """
+    grouped = all(emulator.trials[name].call.groups > 1 for name in bad)
+    if not grouped or not holds(emulator, model, GROUPED, bad):
+        return False
+    observed = emulator.observed[trial.name, tensor]
+    return tensor not in GRADIENTS[1:] or of_whole_heads(trial, tensor, observed)
 
 
 def _few_elements(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> str:

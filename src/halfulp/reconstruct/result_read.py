@@ -4,7 +4,7 @@ them, and to the store.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from halfulp.reconstruct import space
 from halfulp.reconstruct.columns_read import of_columns
 from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED, Fit
+from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.exponential_read import cap_of
 from halfulp.reconstruct.panel import Run, Trial
@@ -117,9 +117,7 @@ def result_read(
         read = replace(read, text=f"{read.text},{how.where}")
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)
-    rest = torch.where(observed.usable, observed.value - made, 0.0)
-    usual = emulator.fits(model, frozenset({tensor}), frozenset({trial.name})).values()
-    elsewhere = _elsewhere(rest, observed.total, usual)
+    elsewhere = _elsewhere(emulator, model, (trial.name, tensor), made)
     if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)
@@ -143,17 +141,22 @@ def result_read(
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
 
 
-def _elsewhere(rest: Tensor, total: float, usual: Iterable[Fit]) -> bool:
-    """Whether weights do not make an error, beside the rounding of results, which they lack."""
-    rounding, most = sum(float(fit.other.sum()) for fit in usual), READ * total
-    return float(rest.square().sum()) > most + min(rounding, most)
-
-
 def _of_function(run: Run, trial: Trial) -> Read | None:
     """Whether weights are another function of S − m, or of scores that are capped."""
     cap = trial.call.softcap
     told = cap_of(run, trial.call.query.dtype, cap) if cap else None
     return told or of_distance(run, trial)
+
+
+def _elsewhere(emulator: Emulator, model: Model, key: tuple[str, str], made: Tensor) -> bool:
+    """Whether what weights make of a result leaves more of its error than what they lack does, the
+    rounding of the result.
+    """
+    observed, (trial, tensor) = emulator.observed[key], key
+    rest = torch.where(observed.usable, observed.value - made, 0.0)
+    usual = emulator.fits(model, frozenset({tensor}), frozenset({trial})).values()
+    rounding, most = sum(float(fit.other.sum()) for fit in usual), READ * observed.total
+    return float(rest.square().sum()) > most + min(rounding, most)
 
 
 def _of_other_keys(read: Read) -> bool:

@@ -13,6 +13,8 @@ from halfulp.reconstruct.ranges import ranges
 
 OFF = 0.2  # of what the ratios of the worst key are: from there on a key is off
 LEFT = 0.15  # of the ratios' variance that the factor may leave
+NEAR = 0.05  # of a factor that the scale makes
+LOG2_E = math.log2(math.e)
 ALL_BUT = 0.1  # of a score: what is left of keys that are 0
 
 
@@ -32,5 +34,8 @@ def scaled_keys(call: Call, log: Tensor, weight: Tensor) -> tuple[str, str]:
     if float((rest - slope * scores).square().sum()) > LEFT * float(rest.square().sum()):
         return "", ""
     told = f"scores of keys {ranges(some.nonzero().flatten())} of {len(some)}"
-    cause = "scale" if abs(1 + slope) > ALL_BUT else "key-tail"
-    return f"{told} are {1 + slope:.4g} × what they should be", cause
+    factor, of_scale = 1 + slope, (1 / call.scale, call.scale, LOG2_E, 1 / LOG2_E)
+    cause = "key-tail" if abs(factor) < ALL_BUT else "operand"  # as where K is off there
+    if any(abs(factor / x - 1) < NEAR for x in of_scale):  # it is missing, twice, or of a base
+        cause = "scale"
+    return f"{told} are {factor:.4g} × what they should be", cause
