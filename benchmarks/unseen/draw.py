@@ -38,7 +38,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
           "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
           "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
-          "attention.twentyfirst", "attention.twentysecond")  # fmt: skip
+          "attention.twentyfirst", "attention.twentysecond",
+          "attention.twentythird")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -50,7 +51,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
            "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
            "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
-           "attention.twentyfirst", "attention.twentysecond")  # fmt: skip
+           "attention.twentyfirst", "attention.twentysecond",
+          "attention.twentythird")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
