@@ -17,7 +17,7 @@ from halfulp.reconstruct.weight_ratios import NOISE, Read, centered, logarithms,
 from halfulp.reconstruct.weights_read import forward_weights
 
 GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
-RIGHT = 0.6  # of what weights are off by elsewhere: nothing that rounding P makes is right
+RIGHT = 0.9  # of what weights are off by elsewhere: nothing that rounding P makes is right
 FEW_KEYS = 16  # one tile in every kernel
 ALIKE = 16  # pairs of nearly one S − m, and how many times
 SOME_PAIRS = 8
