@@ -57,8 +57,11 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "of more than 128 keys": (n_key > 128, ""),
         "of more than 192 keys": (n_key > 192, "accumulator"),
         "whose maximum grows": (name == "rising", "rescale"),
-        "whose scores lie far from 0": (name in ("sharp", "deep"), "row-max"),
-        "whose maximum grows, or lies far from 0": (name in ("rising", "sharp", "deep"), "rescale"),
+        "whose scores lie far from 0": (name in ("sharp", "deep", "deep_ragged"), "row-max"),
+        "whose maximum grows, or lies far from 0": (
+            name in ("rising", "sharp", "deep", "deep_ragged"),
+            "rescale",
+        ),
         "of small values": (name == "small", "operand"),
     }
 

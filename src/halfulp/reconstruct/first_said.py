@@ -33,6 +33,8 @@ _OF_FLOORS = {"mask-finite", "masked-row"}
 """What rows show that see nothing, or little, where a finite number hides."""
 _STATISTICS = {"row-max", "row-sum", "lse", "accumulator"}
 """Of a row, and in coarse formats not finite where scores are large."""
+_AFTER_SUMS = {"out", "reciprocal"}
+"""What is wrong with O once it is summed."""
 SAME = 1e-3  # of an error, that is left of it where bits are another format's
 EVERY_SO_MANY = 2  # of the trials one is asked again
 RANDOM = 3.0  # times stock's error: what two equal calls differ by is no rounding at random
@@ -100,6 +102,8 @@ def _with_exponential(found: Reconstruction, emulator: Emulator) -> Reconstructi
     exact = found.dtype == "float32"  # where the order of sums may hide it
     if (not told and not exact) or any(n.explained >= PROVEN for n in found.causes[:1]):
         return found
+    if any(p.tensor == "out" and p.cause in _AFTER_SUMS for p in found.places):
+        return found  # which weights are read through
     dtype = DTYPES[found.dtype]
     tensor, read = "out", exponential_of(emulator.run, dtype)
     if read is None and told & set(GRADIENTS):

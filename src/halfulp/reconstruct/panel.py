@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -118,11 +118,17 @@ def _sinks(g: torch.Generator) -> dict[str, Any]:
     return x | {"sinks": torch.tensor([3.0, 6.0, -1.0]), "sees": Sees(causal=True)}
 
 
-def _deep(g: torch.Generator) -> dict[str, Any]:
+def _deep(n: int, sees: Sees, g: torch.Generator) -> dict[str, Any]:
     """Scores around −150: exp(−lse) is no float32, and a finite number for −∞ lies above them."""
-    x = _operands(g, (1, 2, 2), (48, 48), (64, 64))
+    x = _operands(g, (1, 2, 2), (n, n), (64, 64))
     x["query"][..., 0], x["key"][..., 0] = 34.0, -34.0
-    return x | {"sees": Sees(causal=True)}
+    return x | {"sees": sees}
+
+
+def _biased_wide(g: torch.Generator) -> dict[str, Any]:
+    """A mask whose rows, and whose size, no small number holds."""
+    x = _operands(g, (1, 2, 2), (150, 300), (32, 32))
+    return x | {"sees": Sees(mask=torch.randn(1, 2, 150, 300, generator=g))}
 
 
 def _many(g: torch.Generator) -> dict[str, Any]:
@@ -220,7 +226,9 @@ _DRAWS: dict[str, tuple[str, Draw]] = {
     "long": ("640 tokens", _of((1, 1, 1), (640, 640), (64, 64))),
 }  # fmt: skip
 _RARER: dict[str, tuple[str, Draw]] = {
-    "deep": ("causal, scores around −150", _deep),
+    "deep": ("causal, scores around −150", partial(_deep, 48, Sees(causal=True))),
+    "deep_ragged": ("77 tokens, scores around −150", partial(_deep, 77, Sees())),
+    "biased_wide": ("150 queries, 300 keys, an additive mask for each head", _biased_wide),
     "many": ("266 heads of 8 tokens", _many),
     "grouped_causal": ("causal, 4 heads on 2 key heads",
                        _of((2, 4, 2), (72, 72), (32, 32), sees=_CAUSAL)),

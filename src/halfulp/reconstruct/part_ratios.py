@@ -53,6 +53,23 @@ def power_of_sums(call: Call, factors: Tensor, width: int) -> float:
     return 1 + slope if whole and rows else 0.0
 
 
+def where_it_grows(call: Call, factors: Tensor, width: int) -> bool:
+    """Whether these logarithms of factors `[B, H, N, parts]` change from one part to the next in
+    rows whose maximum grows there, and in no other: what only sums that are rescaled have.
+    """
+    tops = torch.stack([x.amax(-1) for x in torch.split(scores_of(call), width, -1)], -1)
+    if tops.shape != factors.shape:
+        return False
+    running = tops.cummax(-1).values
+    known = tops.isfinite()[..., 1:] & tops.isfinite()[..., :-1]
+    grows = running.diff() > 0
+    step = factors.diff().square()
+    here, elsewhere = step[known & grows], step[known & ~grows]
+    if min(len(here), len(elsewhere)) < SOME:
+        return False
+    return float(elsewhere.mean()) < (1 - EXPLAINED) * float(here.mean())
+
+
 def along_queries(call: Call, factors: Tensor) -> bool:
     """Whether factors of parts, `[B, H, N, parts]` logarithms, are linear in Q, on one head."""
     q, y = call.query[0, 0].double(), factors[0, 0]

@@ -50,6 +50,7 @@ from halfulp.targets import BHND, Target, device_named, in_its_form, run_target,
 AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
 EFFORT = 2500  # emulations
+TILE = 128  # rows, at most
 MILD = 3.0  # times a model's error: no other function is so near
 ALL_BUT = 2.0**-6  # of a number: what is left where it is taken away from one that is rounded
 HEADS = 2  # of a trial that is handed in
@@ -251,6 +252,7 @@ def _found(
     gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
     causes = [n for n in causes if n.harm > MILD or not gross or _one_of_two(n, emulator, stock)]
     causes = [_or_zero(n, emulator, model) for n in causes if _holds(n, places, n.tensor in known)]
+    causes = [n for n in causes if not _all_there_is(n, causes, emulator)]
     usual = {n: _left_by(n, emulator, model, stock) for n in causes if n.function}
     causes = [n for n in causes if not _read_too(n, places) or (
         usual.get(n, True) and not _of_few(n, emulator, stages.start, model))]  # fmt: skip
@@ -315,6 +317,13 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
         return cause
     key = "value-factor" if cause.tensor in FORWARD else "grad-scale"
     return replace(cause, cause=CAUSES[key], text=f"{cause.text}: all but 0, and not 0")
+
+
+def _all_there_is(cause: Named, causes: Sequence[Named], emulator: Emulator) -> bool:
+    """Whether what is not written is a last tile that others lack, which few rows fill."""
+    tail = any(n.cause.key == "grad-tail" and n.function for n in causes)
+    few = cause.trial in emulator.trials and emulator.trials[cause.trial].call.query.shape[2] < TILE
+    return tail and few and cause.cause.key == "unwritten" and cause.tensor not in FORWARD
 
 
 def _known(emulator: Emulator, start: Model, model: Model) -> set[str]:

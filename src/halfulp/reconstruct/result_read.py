@@ -26,6 +26,7 @@ from halfulp.reconstruct.sums_read import (
     one_term,
     signed_sums,
     spread,
+    value_error,
     value_rows,
 )
 from halfulp.reconstruct.unlike import Unlike, unlike
@@ -85,7 +86,12 @@ def result_read(
         if said is None:
             return None
         both = {"grad-scores": "backward-weights", "grad-stored": "backward-scores"}
-        if first is not None and first.cause == "probabilities" and said.cause in both:
+        if (
+            first is not None
+            and first.cause == "probabilities"
+            and said.cause in both
+            and (not _right(emulator, model, "grad_query", trial))
+        ):  # P of which is that of dK
             return Read(f"{said.text}, and P is off in dV", both[said.cause])
         return Read(said.text, said.cause)
     if tensor not in ("out", "grad_value"):
@@ -139,6 +145,12 @@ def result_read(
             return Read(f"P {how.text}, and that of the backward pass is right", "unnormalized")
         return Read(f"P {how.text}", read.cause)
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
+
+
+def _right(emulator: Emulator, model: Model, tensor: str, trial: Trial) -> bool:
+    """Whether a model makes all of a result's error on a trial, or what it has more is little."""
+    fits = emulator.fits(model, frozenset({tensor}), frozenset({trial.name})).values()
+    return all(fit.left < UNEXPLAINED or fit.times < HARMFUL for fit in fits) and bool(fits)
 
 
 def _of_function(run: Run, trial: Trial) -> Read | None:
@@ -242,7 +254,9 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
             return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
         cause = "accumulator" if tensor == "out" else "grad-accumulator"
         return Read(f"{told}; of one {term} alone {result} is exact, so it is the sum", cause)
-    if emulator.observed[trial.name, tensor].relative > OTHER and where != "sum":
+    other = emulator.observed[trial.name, tensor].relative > OTHER and where != "sum"
+    # V may be coarse, and O off by what the weights are as well
+    if other and not (tensor == "out" and 0 < value_error(emulator.run, trial) < OTHER):
         what = "what they weigh are" if where == "operand" else f"what is given for {result} are"
         return Read(f"{told}; {what} other numbers", "other-data")
     if where == "operand":

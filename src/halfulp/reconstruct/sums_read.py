@@ -80,18 +80,12 @@ def value_rows(run: Run, trial: Trial) -> tuple[str, str]:
     """What V of single keys is where all weights are alike and V of the others is 0: its features
     in another order, or other numbers; with the cause, empty where it is what it should be.
     """
-    call, n = trial.call, trial.call.key.shape[2]
+    n = trial.call.key.shape[2]
     for key in dict.fromkeys((1 % n, n // 3, n // 2 + 1, n - 2, n - 1)):
-        value = torch.zeros_like(call.value)
-        value[:, :, key % n] = call.value[:, :, key % n]
-        asked = replace(call, query=torch.zeros_like(call.query), value=value, sees=EVERYTHING,
-                        sinks=None)  # fmt: skip
-        result = run(replace(trial, name=f"{trial.name}/value {key}", call=asked))
-        if result is None or not bool(result.out.isfinite().all()):
+        read = _value_row(run, trial, key % n)
+        if read is None:
             return "", ""
-        exact = value[:, :, [key % n]].double().repeat_interleave(call.groups, 1)
-        exact = exact.expand_as(result.out)
-        got = result.out.double() * n
+        got, exact = read
         if float((got - exact).norm()) < DIVIDED * float(exact.norm()):
             continue
         told = f"V of key {key % n} of {n} enters O"
@@ -99,6 +93,28 @@ def value_rows(run: Run, trial: Trial) -> tuple[str, str]:
             return f"{told} with its features in another order", "layout"
         return f"{told} as other numbers, where all weights are alike", "other-data"
     return "where all weights are alike, V enters O as it should", ""
+
+
+def value_error(run: Run, trial: Trial) -> float:
+    """What V of one key is off by as it enters O, beside it; 0 where nothing is given."""
+    read = _value_row(run, trial, trial.call.key.shape[2] // 2)
+    return 0.0 if read is None else float((read[0] - read[1]).norm() / read[1].norm())
+
+
+def _value_row(run: Run, trial: Trial, key: int) -> tuple[Tensor, Tensor] | None:
+    """V of a key as it enters O where all weights are alike and V of the others is 0, and as it is,
+    in each row.
+    """
+    call, n = trial.call, trial.call.key.shape[2]
+    value = torch.zeros_like(call.value)
+    value[:, :, key] = call.value[:, :, key]
+    asked = replace(call, query=torch.zeros_like(call.query), value=value, sees=EVERYTHING,
+                    sinks=None)  # fmt: skip
+    result = run(replace(trial, name=f"{trial.name}/value {key}", call=asked))
+    if result is None or not bool(result.out.isfinite().all()):
+        return None
+    exact = value[:, :, [key]].double().repeat_interleave(call.groups, 1)
+    return result.out.double() * n, exact.expand_as(result.out)
 
 
 def of_division(run: Run, trial: Trial) -> bool:

@@ -16,7 +16,12 @@ from halfulp.formats import BF16, FP16
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.part_ratios import along_queries, format_of_lse, power_of_sums
+from halfulp.reconstruct.part_ratios import (
+    along_queries,
+    format_of_lse,
+    power_of_sums,
+    where_it_grows,
+)
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.scaled_keys import scaled_keys
 
@@ -159,7 +164,8 @@ def _of_parts_of_lse(call: Call, log: Tensor, told: Tensor) -> Read | None:
     parts = torch.stack([top, scores.logsumexp(-1)[told] - top], -1)
     off = torch.linalg.lstsq(parts, log[told][:, None]).solution
     left = log[told] - (parts @ off)[:, 0]
-    if float(left.square().sum()) > SLOPED * float(log[told].square().sum()):
+    little = float(left.square().sum()) <= SLOPED * float(log[told].square().sum())
+    if not little or float(off.abs().max()) < SLOPED:  # what rounding makes of it is no base
         return None
     of_top, of_sum = (1 - off[:, 0]).tolist()
     return Read(f"lse is read as {of_top:.3g} × the row's maximum + {of_sum:.3g} × the logarithm of"
@@ -375,6 +381,9 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
                 return Read(f"{text}, as of sums to the power of {power:.3g}", "split-merge")
             if rounded and (lse := format_of_lse(call, means, blocks)):
                 return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
+            if rounded and where_it_grows(call, means, -(-n_key // blocks)):
+                return Read(f"{text}, another where the maximum grows, and there alone: sums are"
+                            " rescaled by another factor", "rescale")  # fmt: skip
             if rounded and rms(log, last) > HALF * rms(log, weight):
                 return Read(f"{text}, which is small, and the last has one as well: the maximum is"
                             " rounded", "row-max")  # fmt: skip
