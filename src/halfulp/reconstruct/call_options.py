@@ -38,6 +38,8 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
     """
     low = torch.bfloat16 if dtype == torch.float32 else dtype
     ways: tuple[tuple[str, str, tuple[str, ...], Callable[[float], float]], ...] = (
+        ("query-scale", "Q is multiplied by the scale", ("query",), lambda a: a),
+        ("key-scale", "K is multiplied by the scale", ("key",), lambda a: a),
         ("query-log2e", "Q is multiplied by scale · log₂e", ("query",), lambda a: a * LOG2_E),
         ("key-log2e", "K is multiplied by scale · log₂e", ("key",), lambda a: a * LOG2_E),
         ("roots", "Q and K are multiplied by √scale", ("query", "key"), math.sqrt),

@@ -273,9 +273,11 @@ def _as_found(kept: Kept, found: Tensors, unit: float) -> Kept:
 
 
 def _for(forward: Way, backward: Way | None) -> Way:
-    """The forward pass that keeps what this backward pass needs."""
+    """The forward pass that keeps what this backward pass needs, without what is done around it."""
     if backward is None:
         return forward
+    if any(twist.around for twist in forward.twists):
+        forward = replace(forward, twists=tuple(t for t in forward.twists if not t.around))
     changes = {name: getattr(backward.recipe, name) for name in _KEPT_FOR}
     if all(getattr(forward.recipe, name) == x for name, x in changes.items()):
         return forward

@@ -148,7 +148,7 @@ def _without_rows(found: Reconstruction, key: str, told: str) -> Reconstruction:
 def _with_parts(found: Reconstruction, emulator: Emulator) -> Reconstruction:
     """Wrong weights of parts stand before what else makes O err, if nothing explains it."""
     told = [(n.cause.key, n.explained >= PROVEN) for n in found.causes]
-    told += [(p.cause, p.was_read) for p in found.places]
+    told += [(p.cause, p.was_read or p.trials_alone) for p in found.places]
     sure = told and told[0][1] and told[0][0] in _SURER
     if sure or (parts := merged(emulator)) is None:
         return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfulp.reconstruct.exact import CLEAR, logarithms
 from halfulp.reconstruct.ranges import ranges
-from halfulp.reconstruct.weight_ratios import CLEAR, COARSEST, logarithms
+from halfulp.reconstruct.weight_ratios import COARSEST
 
 LEFT = 0.05  # of an error, that keys read in others' place may leave
 ROUNDS = 8  # of means over rows and over keys, which weights that are not clear keep apart

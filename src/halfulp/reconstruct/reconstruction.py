@@ -252,7 +252,9 @@ def _found(
     gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
     causes = [n for n in causes if n.harm > MILD or not gross or _one_of_two(n, emulator, stock)]
     causes = [_or_zero(n, emulator, model) for n in causes if _holds(n, places, n.tensor in known)]
-    causes = [n for n in causes if not _all_there_is(n, causes, emulator)]
+    # what is small rounds to 0, by whatever makes it
+    causes = [n for n in causes if not _all_there_is(n, causes, emulator)
+              and not (n.trial == "small" and _read_too(n, places))]  # fmt: skip
     usual = {n: _left_by(n, emulator, model, stock) for n in causes if n.function}
     causes = [n for n in causes if not _read_too(n, places) or (
         usual.get(n, True) and not _of_few(n, emulator, stages.start, model))]  # fmt: skip

@@ -4,6 +4,7 @@ them, and to the store.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from halfulp.reconstruct import space
 from halfulp.reconstruct.columns_read import of_columns
 from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
+from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED, Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.exponential_read import cap_of
 from halfulp.reconstruct.panel import Run, Trial
@@ -35,6 +36,7 @@ from halfulp.reconstruct.weights_read import backward_weights, compared, forward
 
 LARGE = 0.25  # of weights: no rounding makes such an error of them
 TWICE = 0.02  # of weights, that those which are counted twice may be off by: roundings make less
+HALF = 0.5  # of a result's numbers
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _UPSTREAM = {
@@ -77,23 +79,7 @@ def result_read(
     the result; `in_values` is what dV said.
     """
     if tensor in ("grad_query", "grad_key"):
-        first = next(iter(in_values), None)
-        if first is not None and (first.cause in _UPSTREAM or _of_other_keys(first)):
-            return Read(f"as in dV: {first.text}", first.cause)
-        if not emulator.offered(("grad_value",)) and (own := _own_weights(emulator.run, trial)):
-            return own
-        said = grad_scores(emulator.run, trial, tensor)
-        if said is None:
-            return None
-        both = {"grad-scores": "backward-weights", "grad-stored": "backward-scores"}
-        if (
-            first is not None
-            and first.cause == "probabilities"
-            and said.cause in both
-            and (not _right(emulator, model, "grad_query", trial))
-        ):  # P of which is that of dK
-            return Read(f"{said.text}, and P is off in dV", both[said.cause])
-        return Read(said.text, said.cause)
+        return _of_scores(emulator, model, trial, tensor, in_values)
     if tensor not in ("out", "grad_value"):
         return None
     observed = emulator.observed[trial.name, tensor]
@@ -145,6 +131,29 @@ def result_read(
             return Read(f"P {how.text}, and that of the backward pass is right", "unnormalized")
         return Read(f"P {how.text}", read.cause)
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
+
+
+def _of_scores(
+    emulator: Emulator, model: Model, trial: Trial, tensor: str, in_values: Sequence[Read]
+) -> Read | None:
+    """What dQ or dK says of dS, or has from what dV said."""
+    first = next(iter(in_values), None)
+    if first is not None and (first.cause in _UPSTREAM or _of_other_keys(first)):
+        return Read(f"as in dV: {first.text}", first.cause)
+    if not emulator.offered(("grad_value",)) and (own := _own_weights(emulator.run, trial)):
+        return own
+    said = grad_scores(emulator.run, trial, tensor)
+    if said is None:
+        return None
+    both = {"grad-scores": "backward-weights", "grad-stored": "backward-scores"}
+    if (
+        first is not None
+        and first.cause == "probabilities"
+        and said.cause in both
+        and (not _right(emulator, model, "grad_query", trial))
+    ):  # P of which is that of dK
+        return Read(f"{said.text}, and P is off in dV", both[said.cause])
+    return Read(said.text, said.cause)
 
 
 def _right(emulator: Emulator, model: Model, tensor: str, trial: Trial) -> bool:
@@ -257,6 +266,8 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     other = emulator.observed[trial.name, tensor].relative > OTHER and where != "sum"
     # V may be coarse, and O off by what the weights are as well
     if other and not (tensor == "out" and 0 < value_error(emulator.run, trial) < OTHER):
+        if tensor == "out" and (how := value_rows(emulator.run, trial))[1] == "value-factor":
+            return Read(f"{told}; {how[0]}", how[1])
         what = "what they weigh are" if where == "operand" else f"what is given for {result} are"
         return Read(f"{told}; {what} other numbers", "other-data")
     if where == "operand":
@@ -264,8 +275,20 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     if terms := from_terms(emulator.run, trial, tensor):
         cause = "accumulator" if tensor == "out" else "grad-accumulator"
         return Read(f"{told}; {result} is off, more so from {terms} terms on", cause)
+    if tensor == "out" and _finer(emulator.observed[trial.name, tensor]):
+        told += f"; {result} has more bits than its error leaves, so that it is off before it is"
+        return Read(f"{told} divided", "accumulator")
     cause = "out" if tensor == "out" else "grad-stored"
     return Read(f"{told}; {result} is off after it is summed", cause)
+
+
+def _finer(observed: Observed) -> bool:
+    """Whether numbers lie on no grid so coarse as their error: what is rounded last does."""
+    x = observed.value[observed.value != 0]
+    bits = 1 - math.log2(max(observed.relative, 1e-300))  # of a mantissa that errs so much, and
+    grid = torch.exp2(x.abs().log2().floor() - math.ceil(bits) - 2)  # two more
+    off = (x / grid - (x / grid).round()).abs() > 0
+    return float(off.double().mean()) > HALF
 
 
 def _signs(emulator: Emulator, trial: Trial) -> list[float]:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import EVERYTHING
-from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.exact import centered, logarithms, rms, scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
-from halfulp.reconstruct.weight_ratios import NOISE, Read, centered, logarithms, rms
+from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import forward_weights
 
 GROWN = 1.6  # times the error where scores are eight times as large: it is made in them

@@ -174,10 +174,13 @@ class Stages:
     def _forward(self, model: Model) -> Model:
         search, tensors = self.search, self.forward
         hints = (*self.hints, *self._factor(model, "out"))
+        # of a kernel whose backward pass is another's, or runs the forward pass anew
+        aside = tuple(map(in_what_is_returned, self.operands)) if self.gradients else ()
         arithmetic = neighbors_of(
             lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(self.blocks),
                      *space.tiled_changes(self.dtype, self.blocks),
                      *space.twist_changes(self.operands, EVERY),
+                     *space.twist_changes(aside, frozenset(FORWARD)),
                      *space.twist_changes(hints, EVERY),
                      *space.twist_changes(hints, frozenset(FORWARD)))
         )  # fmt: skip

@@ -91,6 +91,12 @@ def value_rows(run: Run, trial: Trial) -> tuple[str, str]:
         told = f"V of key {key % n} of {n} enters O"
         if float((got.sort().values - exact.sort().values).norm()) < DIVIDED * float(exact.norm()):
             return f"{told} with its features in another order", "layout"
+        times = (got * exact).sum((-1, -2), keepdim=True) / exact.square().sum(
+            (-1, -2), keepdim=True
+        )
+        if float((got - times * exact).norm()) < DIVIDED * float(got.norm()):
+            least, most = float(times.min()), float(times.max())
+            return f"{told} {least:.3g} to {most:.3g} times, by the head", "value-factor"
         return f"{told} as other numbers, where all weights are alike", "other-data"
     return "where all weights are alike, V enters O as it should", ""
 

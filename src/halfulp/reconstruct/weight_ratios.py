@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfulp.calls import Call
 from halfulp.formats import BF16, FP16
-from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.exact import centered, rms, scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.part_ratios import (
@@ -25,7 +25,6 @@ from halfulp.reconstruct.part_ratios import (
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.scaled_keys import scaled_keys
 
-CLEAR = 2.0**-12  # weights whose ratio to the exact ones is looked at
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
 SLOPED = 0.01  # of it that a slope may leave: one factor for each of few blocks leaves more
 OTHER = 0.5  # of an operand's size: from there on it is no coarser one, but another
@@ -62,13 +61,6 @@ def coordinates(x: Tensor) -> Iterator[Tensor]:
         yield torch.arange(size).view(shape)
 
 
-def logarithms(read: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the ratios of read and exact weights, 0 where they are not clear; and 1 where they are."""
-    clear = (read > 0) & (exact > CLEAR)
-    log = (read.clamp_min(1e-300) / exact.clamp_min(1e-300)).log()
-    return torch.where(clear, log, 0.0), clear.double()
-
-
 def compared_ratios(
     trial: Trial, log: Tensor, weight: Tensor, backward: bool, sums: Tensor | None = None
 ) -> Read:
@@ -86,6 +78,8 @@ def compared_ratios(
 
     def alike() -> Read:
         little = common < 8 * noise
+        if not little and (bits := _cut_to(log[clear])):
+            return Read(f"the weights are cut to {bits} bits", "weights")
         if not little and (read := _of_a_short_sum(call, rows.squeeze(-1), told)):
             return read
         if backward and not little and (read := _of_parts_of_lse(call, rows.squeeze(-1), told)):
@@ -135,6 +129,17 @@ def _of_size(call: Call, rest: Tensor, clear: Tensor, noise: float, size: str) -
     plain, best = found[0], min(found)
     told = best if best[0] < plain[0] - 0.05 else plain
     return Read(*told[1:], by_size=True)
+
+
+def _cut_to(log: Tensor) -> int:
+    """The bits of mantissa that weights are cut to, where these logarithms of ratios are between 0
+    and what the last bit makes, as often at one as at the other; 0 where they are not.
+    """
+    mean, most = float(log.mean()), float(-log.min())
+    even = 0.45 < float(log.std()) / max(-mean, 1e-300) < 0.7  # 1/√3 of what is uniform
+    if mean >= 0 or not even or most > 5 * -mean or float((log < most / 16).double().mean()) < 1:
+        return 0
+    return round(-math.log2(-mean)) - 1
 
 
 def _of_a_short_sum(call: Call, log: Tensor, told: Tensor) -> Read | None:
@@ -214,17 +219,6 @@ def _replaced(log: Tensor, lse: Tensor, noise: float) -> bool:
 def _spread(x: Tensor) -> str:
     low, high = float(x.min()), float(x.max())
     return f"{low:.4g}" if high - low < 1e-3 * abs(high) else f"{low:.3g} to {high:.3g}"
-
-
-def rms(x: Tensor, weight: Tensor) -> float:
-    """Root of the mean square, weighted."""
-    return math.sqrt(float((x.square() * weight).sum() / weight.sum().clamp_min(1)))
-
-
-def centered(x: Tensor, weight: Tensor) -> Tensor:
-    """Less each row's mean."""
-    count = weight.sum(-1, keepdim=True).clamp_min(1)
-    return (x - (x * weight).sum(-1, keepdim=True) / count) * weight
 
 
 def _of_own_scores(call: Call, log: Tensor, weight: Tensor, left: float) -> Read | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfulp.algorithms.backward import sum_groups
 from halfulp.calls import Call
-from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.exact import logarithms, scores_of, weights_of
 from halfulp.reconstruct.keys_read import in_their_place
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.ranges import ranges
@@ -23,7 +23,6 @@ from halfulp.reconstruct.weight_ratios import (
     Read,
     compared_ratios,
     coordinates,
-    logarithms,
 )
 
 VISIBLE = 1e-6  # weights below it may round to 0
