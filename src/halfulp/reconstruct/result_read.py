@@ -285,7 +285,7 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
 def _finer(observed: Observed) -> bool:
     """Whether numbers lie on no grid so coarse as their error: what is rounded last does."""
     x = observed.value[observed.value != 0]
-    bits = 1 - math.log2(max(observed.relative, 1e-300))  # of a mantissa that errs so much, and
+    bits = -2.3 - math.log2(max(observed.relative, 1e-300))  # of a mantissa that errs so much, and
     grid = torch.exp2(x.abs().log2().floor() - math.ceil(bits) - 2)  # two more
     off = (x / grid - (x / grid).round()).abs() > 0
     return float(off.double().mean()) > HALF
