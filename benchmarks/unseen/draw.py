@@ -38,7 +38,7 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
           "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
           "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
-          "attention.twentyfirst")  # fmt: skip
+          "attention.twentyfirst", "attention.twentyfifth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -50,7 +50,7 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
            "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
            "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
-           "attention.twentyfirst")  # fmt: skip
+           "attention.twentyfirst", "attention.twentyfifth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
