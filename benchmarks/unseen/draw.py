@@ -39,7 +39,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
           "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
           "attention.twentyfirst", "attention.twentysecond",
-          "attention.twentythird", "attention.twentyfourth")  # fmt: skip
+          "attention.twentythird", "attention.twentyfourth",
+           "attention.twentyfifth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -52,7 +53,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
            "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
            "attention.twentyfirst", "attention.twentysecond",
-          "attention.twentythird", "attention.twentyfourth")  # fmt: skip
+          "attention.twentythird", "attention.twentyfourth",
+           "attention.twentyfifth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
