@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from benchmarks.unseen.attention.fifth_kernel import LOG2_E, Kernel, attention, bf16, fp16
+from benchmarks.unseen.attention.fifth_kernel import LOG2_E, Kernel, attention, bf16, cut, fp16
+from benchmarks.unseen.attention.nineteenth_kernel import ForwardAlone
 
 from halfulp.reconstruct import reconstruct
 
@@ -123,6 +124,66 @@ class BiasOfTheFirstSequence(Kernel):
         return found
 
 
+class RootsOfTheScaleInForwardAlone(ForwardAlone):
+    def product(self, q, k, back):
+        root = self.at.scale**0.5
+        return self.at.low(q * root) @ self.at.low(k * root).mT
+
+    def scaled(self, s, rows, cols, back):
+        return s * LOG2_E
+
+
+class WeightsCutForTheKeysGradients(Kernel):
+    def again(self, rows, cols, which):
+        self.memory["keys"] = which == "keys"
+        return super().again(rows, cols, which)
+
+    def weights_again(self, s, lse):
+        p = super().weights_again(s, lse)
+        return cut(p, 13) if self.memory["keys"] else p
+
+
+class RescaledByAParabola(ForwardAlone):
+    cols = 32
+
+    def online(self, m, l, acc, s, v, rows, cols):
+        new = self.maximum(m, s)
+        safe = torch.where(new == -torch.inf, 0.0, new)
+        p, x = torch.exp2(s - safe), (m - safe).clamp_min(-100)
+        f = x - x.floor()
+        a = torch.ldexp(1 + f * (0.6565 + 0.3435 * f), x.floor().int())
+        a = torch.where(m == -torch.inf, 0.0, a)
+        return new, self.add_row(l, a, p), self.add_values(acc, a, p, v)
+
+
+class ColumnsOfTheMaskWrap(ForwardAlone):
+    def given_mask(self, rows, cols):
+        found = super().given_mask(rows, cols)
+        if cols.start < 256:
+            return found
+        return super().given_mask(rows, slice(cols.start - 256, cols.stop - 256))
+
+
+class CoarseScalesOfValues(ForwardAlone):
+    """Codes whose scale is a power of two, made with another: V is off by up to √2."""
+
+    def load_key(self, name, x, part):
+        y = super().load_key(name, x, part)
+        scale = y.abs().amax(-1, keepdim=True).clamp_min(1e-9) / 7
+        return (y / scale).round() * torch.exp2(scale.log2().round())
+
+
+class ScalesOfTheFirstSequenceLost(ForwardAlone):
+    def load_key(self, name, x, part):
+        y = super().load_key(name, x, part)
+        return torch.cat([y[:1] * 9, y[1:]]) if name == "v" else y
+
+
+class LastTileOfQueriesLost(Kernel):
+    def query_blocks(self, cols):
+        return [rows for rows in super().query_blocks(cols) if rows.stop <= self.at.n]
+
+
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
@@ -161,5 +222,23 @@ def test_the_mistake_is_told_from_others_like_it(kernel, cause, told):
 )
 def test_what_is_read_is_told_from_what_it_looks_like(kernel, cause):
     found = reconstruct(attention(kernel))
+    named = [n.cause.key for n in found.causes] + [p.cause for p in found.places]
+    assert named[0] == cause
+
+
+@pytest.mark.parametrize(
+    ("kernel", "cause", "dtype"),
+    [
+        (RootsOfTheScaleInForwardAlone, "prescaled", "bfloat16"),
+        (WeightsCutForTheKeysGradients, "probabilities", "float32"),
+        (RescaledByAParabola, "rescale", "float16"),
+        (ColumnsOfTheMaskWrap, "mask", "bfloat16"),
+        (CoarseScalesOfValues, "operand", "bfloat16"),
+        (ScalesOfTheFirstSequenceLost, "value-factor", "bfloat16"),
+        (LastTileOfQueriesLost, "grad-tail", "bfloat16"),
+    ],
+)
+def test_what_one_pass_has_or_few_calls_show_is_told(kernel, cause, dtype):
+    found = reconstruct(attention(kernel), dtype=dtype)
     named = [n.cause.key for n in found.causes] + [p.cause for p in found.places]
     assert named[0] == cause
