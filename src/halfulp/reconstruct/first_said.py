@@ -33,8 +33,8 @@ _OF_FLOORS = {"mask-finite", "masked-row"}
 """What rows show that see nothing, or little, where a finite number hides."""
 _STATISTICS = {"row-max", "row-sum", "lse", "accumulator"}
 """Of a row, and in coarse formats not finite where scores are large."""
-_AFTER_SUMS = {"out", "reciprocal", "accumulator"}
-"""What is wrong with O as it is summed, or once it is."""
+_AFTER_SUMS = {"out", "reciprocal"}
+"""What is wrong with O once it is summed."""
 SAME = 1e-3  # of an error, that is left of it where bits are another format's
 EVERY_SO_MANY = 2  # of the trials one is asked again
 RANDOM = 3.0  # times stock's error: what two equal calls differ by is no rounding at random

@@ -4,7 +4,6 @@ them, and to the store.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from halfulp.reconstruct import space
 from halfulp.reconstruct.columns_read import of_columns
 from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED, Observed
+from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.exponential_read import cap_of
 from halfulp.reconstruct.panel import Run, Trial
@@ -36,7 +35,6 @@ from halfulp.reconstruct.weights_read import backward_weights, compared, forward
 
 LARGE = 0.25  # of weights: no rounding makes such an error of them
 TWICE = 0.02  # of weights, that those which are counted twice may be off by: roundings make less
-HALF = 0.5  # of a result's numbers
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _UPSTREAM = {
@@ -275,20 +273,8 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     if terms := from_terms(emulator.run, trial, tensor):
         cause = "accumulator" if tensor == "out" else "grad-accumulator"
         return Read(f"{told}; {result} is off, more so from {terms} terms on", cause)
-    if tensor == "out" and _finer(emulator.observed[trial.name, tensor]):
-        told += f"; {result} has more bits than its error leaves, so that it is off before it is"
-        return Read(f"{told} divided", "accumulator")
     cause = "out" if tensor == "out" else "grad-stored"
     return Read(f"{told}; {result} is off after it is summed", cause)
-
-
-def _finer(observed: Observed) -> bool:
-    """Whether numbers lie on no grid so coarse as their error: what is rounded last does."""
-    x = observed.value[observed.value != 0]
-    bits = -2.3 - math.log2(max(observed.relative, 1e-300))  # of a mantissa that errs so much, and
-    grid = torch.exp2(x.abs().log2().floor() - math.ceil(bits) - 2)  # two more
-    off = (x / grid - (x / grid).round()).abs() > 0
-    return float(off.double().mean()) > HALF
 
 
 def _signs(emulator: Emulator, trial: Trial) -> list[float]:
