@@ -16,12 +16,12 @@ from halfulp.reconstruct.dataflow import grad_scores, grad_scores_of
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Fit, Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
+from halfulp.reconstruct.exponential_read import exponential_of
 from halfulp.reconstruct.naming import differences, named
 from halfulp.reconstruct.others_read import reads_others
 from halfulp.reconstruct.parts_read import merged
 from halfulp.reconstruct.places import unexplained
 from halfulp.reconstruct.result_read import result_read
-from halfulp.reconstruct.scores_read import of_distance
 from halfulp.reconstruct.sums_read import of_division, value_rows
 from halfulp.reconstruct.weights_read import compared
 
@@ -218,7 +218,7 @@ def test_an_exponential_that_some_keys_have_otherwise_is_found(exact_keys, cause
         value = call.value.double().repeat_interleave(call.groups, 1)
         return Result((weights @ value).to(call.query.dtype))
 
-    told = of_distance(run, next(iter(panel.panel(torch.float16))))
+    told = exponential_of(run, torch.float16)
     assert (told.cause if told else None) == cause
 
 

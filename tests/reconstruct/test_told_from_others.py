@@ -6,6 +6,7 @@ from benchmarks.unseen.attention.fifth_kernel import LOG2_E, Kernel, attention, 
 from benchmarks.unseen.attention.nineteenth_kernel import ForwardAlone
 
 from halfulp.reconstruct import reconstruct
+from halfulp.reconstruct.weight_ratios import cut_to
 
 
 class OutThroughHalf(Kernel):
@@ -242,3 +243,10 @@ def test_what_one_pass_has_or_few_calls_show_is_told(kernel, cause, dtype):
     found = reconstruct(attention(kernel), dtype=dtype)
     named = [n.cause.key for n in found.causes] + [p.cause for p in found.places]
     assert named[0] == cause
+
+
+@pytest.mark.parametrize("dropped", [12, 13, 16])
+def test_how_many_bits_weights_are_cut_to_is_read(dropped):
+    weights = torch.rand(4096, generator=torch.Generator().manual_seed(0))
+    ratios = (cut(weights, dropped).double() / weights.double()).log()
+    assert cut_to(ratios) == 23 - dropped

@@ -27,6 +27,7 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
     call, name = trial.call, trial.name
     (b, h, n, d), n_key = call.query.shape, call.key.shape[2]
     sees = call.sees
+    far = name in ("sharp", "deep", "deep_ragged")
     additive = sees.mask is not None and sees.mask.dtype != torch.bool
     return {
         "with sinks": (call.sinks is not None, "sinks"),
@@ -57,11 +58,8 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "of more than 128 keys": (n_key > 128, ""),
         "of more than 192 keys": (n_key > 192, "accumulator"),
         "whose maximum grows": (name == "rising", "rescale"),
-        "whose scores lie far from 0": (name in ("sharp", "deep", "deep_ragged"), "row-max"),
-        "whose maximum grows, or lies far from 0": (
-            name in ("rising", "sharp", "deep", "deep_ragged"),
-            "rescale",
-        ),
+        "whose scores lie far from 0": (far, "row-max"),
+        "whose maximum grows, or lies far from 0": (far or name == "rising", "rescale"),
         "of small values": (name == "small", "operand"),
     }
 

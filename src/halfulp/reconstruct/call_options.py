@@ -12,11 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Call, Sees
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Twist
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.panel import Trial
-from halfulp.reconstruct.twists import LOG2_E, Tensors, hidden_too
+from halfulp.reconstruct.twists import Tensors, hidden_too
 
 STORED = ("out", "grad_query", "grad_key", "grad_value")
 

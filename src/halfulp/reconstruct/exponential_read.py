@@ -11,11 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import EVERYTHING
 from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, TF32, Format, round_to
 from halfulp.reconstruct.exact import logarithms, scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial, panel
-from halfulp.reconstruct.weight_ratios import NOISE, Read
+from halfulp.reconstruct.weight_ratios import COARSEST, NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, forward_weights, in_backward
 
 NUMBERS = (0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 0, 9, 10, 11, 12, 0)
@@ -28,7 +29,6 @@ COMMON = 0.7  # of what weights are off by, that pairs of one S − m must share
 BEYOND = 1.7  # times what stores round: from there on a function is another one
 UNITS = 1.2  # of the last bit, and one more for every unit of S − m: rounded arguments make half
 EXPLAINED = 0.1  # of the squares, that a rounding which is the function may leave
-COARSEST = 2.0**-4  # of a weight: what is off by more is another function than a rounded one
 SLOPE = 2.0**-18  # times S − m: another scale, and no rounding of a constant
 LINEAR = 0.85  # of the squares, that another scale explains
 
@@ -151,7 +151,6 @@ def _roundings(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable[[Tensor]
     logarithms; one without a cause is no fault.
     """
     own = {torch.bfloat16: BF16, torch.float16: FP16}.get(dtype)
-    log2e = math.log2(math.e)
 
     def after(fmt: Format) -> Callable[[Tensor], Tensor]:
         return lambda x: round_to((-x).exp(), fmt).clamp_min(1e-300).log()
@@ -167,6 +166,6 @@ def _roundings(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable[[Tensor]
             if fmt != own:
                 how = "cut" if fmt != nearest else "rounded"
                 yield f"weights are {how} to {nearest.name}", "weights", after(fmt)
-            for unit in (1.0, log2e):
+            for unit in (1.0, LOG2_E):
                 yield (f"S − m is rounded to {nearest.name} before the exponential", "row-max",
                        before(fmt, unit))  # fmt: skip

@@ -4,11 +4,10 @@ power of its sum, the queries.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Call
 from halfulp.reconstruct.exact import scores_of
 
@@ -21,13 +20,11 @@ def format_of_lse(call: Call, factors: Tensor, blocks: int) -> str:
     """The format to which each part's lse is rounded, where that makes these logarithms of factors
     `[B, H, N, parts]`; empty where none does.
     """
-    scores = scores_of(call)
-    width = -(-scores.shape[-1] // blocks)
-    lse = torch.stack([x.logsumexp(-1) for x in torch.split(scores, width, -1)], -1)
+    lse = _lse_of_parts(call, -(-call.key.shape[2] // blocks))
     known = lse.isfinite().all(-1, keepdim=True)
     total = float((factors * known).square().sum())
     for name, fmt in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        for unit in (1.0, math.log2(math.e)):
+        for unit in (1.0, LOG2_E):
             made = torch.where(known, (lse * unit).to(fmt).double() / unit - lse, 0.0)
             made = made - made.mean(-1, keepdim=True)
             left = float(((factors - made) * known).square().sum())
@@ -40,7 +37,7 @@ def power_of_sums(call: Call, factors: Tensor, width: int) -> float:
     """The power of the sum of each `width` keys that they are weighed by, where these logarithms of
     factors `[B, H, N, parts]` are those of one, from row to row as well; 0 where they are not.
     """
-    sums = torch.stack([x.logsumexp(-1) for x in torch.split(scores_of(call), width, -1)], -1)
+    sums = _lse_of_parts(call, width)
     known = (sums.isfinite() & (factors != 0)).all(-1)
     if sums.shape != factors.shape or int(known.sum()) < SOME:
         return 0.0
@@ -79,3 +76,8 @@ def along_queries(call: Call, factors: Tensor) -> bool:
     left = y - q @ torch.linalg.lstsq(q, y).solution
     # what as many random numbers would explain does not count
     return float(left.square().sum()) * n / (n - d) < (1 - EXPLAINED) * float(y.square().sum())
+
+
+def _lse_of_parts(call: Call, width: int) -> Tensor:
+    """`[B, H, N, parts]`, of `width` keys each."""
+    return torch.stack([x.logsumexp(-1) for x in torch.split(scores_of(call), width, -1)], -1)

@@ -17,9 +17,9 @@ from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.exponential_read import cap_of
+from halfulp.reconstruct.exponential_read import cap_of, exponential_of
 from halfulp.reconstruct.panel import Run, Trial
-from halfulp.reconstruct.scores_read import of_distance, unit_scores
+from halfulp.reconstruct.scores_read import unit_scores
 from halfulp.reconstruct.sums_read import (
     from_terms,
     of_division,
@@ -77,7 +77,7 @@ def result_read(
     the result; `in_values` is what dV said.
     """
     if tensor in ("grad_query", "grad_key"):
-        return _of_scores(emulator, model, trial, tensor, in_values)
+        return _of_grad_scores(emulator, model, trial, tensor, in_values)
     if tensor not in ("out", "grad_value"):
         return None
     observed = emulator.observed[trial.name, tensor]
@@ -131,7 +131,7 @@ def result_read(
     return read if read.cause else Read(f"P {how.text}", _WEIGHTS[backward])
 
 
-def _of_scores(
+def _of_grad_scores(
     emulator: Emulator, model: Model, trial: Trial, tensor: str, in_values: Sequence[Read]
 ) -> Read | None:
     """What dQ or dK says of dS, or has from what dV said."""
@@ -162,9 +162,8 @@ def _right(emulator: Emulator, model: Model, tensor: str, trial: Trial) -> bool:
 
 def _of_function(run: Run, trial: Trial) -> Read | None:
     """Whether weights are another function of S − m, or of scores that are capped."""
-    cap = trial.call.softcap
-    told = cap_of(run, trial.call.query.dtype, cap) if cap else None
-    return told or of_distance(run, trial)
+    cap, dtype = trial.call.softcap, trial.call.query.dtype
+    return (cap_of(run, dtype, cap) if cap else None) or exponential_of(run, dtype)
 
 
 def _elsewhere(emulator: Emulator, model: Model, key: tuple[str, str], made: Tensor) -> bool:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Call
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.ranges import ranges
@@ -14,7 +15,6 @@ from halfulp.reconstruct.ranges import ranges
 OFF = 0.2  # of what the ratios of the worst key are: from there on a key is off
 LEFT = 0.15  # of the ratios' variance that the factor may leave
 NEAR = 0.05  # of a factor that the scale makes
-LOG2_E = math.log2(math.e)
 ALL_BUT = 0.1  # of a score: what is left of keys that are 0
 
 

@@ -1,5 +1,5 @@
-"""What a kernel's scores are, as the weights of chosen inputs show them: whether the exponential is
-what is off, or an operand, or the sum of products.
+"""What a kernel's scores are, as the weights of chosen inputs show them: whether an operand is what
+is off, or the sum of products.
 """
 
 from __future__ import annotations
@@ -18,51 +18,6 @@ from halfulp.reconstruct.weights_read import forward_weights
 
 GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
 RIGHT = 0.9  # of what weights are off by elsewhere: nothing that rounding P makes is right
-FEW_KEYS = 16  # one tile in every kernel
-ALIKE = 16  # pairs of nearly one S − m, and how many times
-SOME_PAIRS = 8
-SOME_KEYS = 4  # with a function of their own
-
-
-def of_distance(run: Run, trial: Trial) -> Read | None:
-    """Whether weights are another function of S − m than the exponential, whichever: asked with so
-    few keys that they are one tile, and pairs of like S − m are off alike.
-    """
-    call = trial.call
-    few = {name: getattr(call, name)[:, :, :FEW_KEYS] for name in ("key", "value")}
-    asked = replace(trial, name=f"{trial.name}/few keys",
-                    call=replace(call, **few, sees=EVERYTHING, sinks=None))  # fmt: skip
-    read = forward_weights(run, asked)
-    if read is None:
-        return None
-    scores = scores_of(asked.call)
-    exact = weights_of(asked.call, scores)
-    log, seen = logarithms(read, exact)
-    rest, clear = centered(log, seen), seen > 0
-    below = scores.amax(-1, keepdim=True) - scores
-    least = NOISE[call.query.dtype] ** 2
-    if _alike(rest[clear], below[clear], least):
-        return Read("the weights are another function of S − m than the exponential", "exponential")
-    # each key less what it is off by itself, which is no matter of the exponential
-    each = [(rest[..., j][clear[..., j]], below[..., j][clear[..., j]]) for j in range(FEW_KEYS)]
-    some = [(y - y.mean(), x) for y, x in each if len(y)]
-    told = [j for j, (y, x) in enumerate(some) if _alike(y, x, least)]
-    if len(told) < SOME_KEYS:
-        return None
-    return Read(f"the weights of {len(told)} of {FEW_KEYS} keys are another function of S − m than"
-                " the exponential", "exponential")  # fmt: skip
-
-
-def _alike(off: Tensor, below: Tensor, least: float) -> bool:
-    """Whether what weights are off by is a function of S − m."""
-    y = off[below.argsort()]
-    y = y[: len(y) // ALIKE * ALIKE].view(-1, ALIKE)
-    if len(y) < SOME_PAIRS:
-        return False
-    total = float(y.square().mean())
-    # what the means of so many random numbers explain does not count
-    alike = float(y.mean(-1).square().mean()) - total / ALIKE
-    return total >= least and alike >= 0.5 * total
 
 
 def unit_scores(run: Run, trial: Trial) -> Read | None:

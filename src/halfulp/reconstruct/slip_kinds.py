@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.problem import LOG2_E
 from halfulp.reconstruct.ranges import ranges
 
 
@@ -157,7 +158,6 @@ def _truncated(x: Tensor) -> Tensor:
     return (x.contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
-LOG2_E = math.log2(math.e)
 IN_BASE_2 = {"scores", "b_scores", "exponent", "b_exponent", "row_max", "lse", "b_lse"}
 """Stages that kernels keep in base 2, where they are rounded."""
 ONLY_HERE = {*IN_BASE_2, "divided_out", "dq_sum", "dk_sum", "dv_sum"}

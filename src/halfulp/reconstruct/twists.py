@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Call, Sees
 from halfulp.reconstruct.emulating import GRADIENTS, Twist, in_what_is_returned
 from halfulp.reconstruct.exact import row_maximum
 from halfulp.reconstruct.panel import Trial
 
-LOG2_E = math.log2(math.e)
 BLOCKS = (16, 32, 64, 128)
 
 Turn = Callable[[Trial], Trial | None]

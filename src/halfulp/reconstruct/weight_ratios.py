@@ -28,9 +28,7 @@ from halfulp.reconstruct.scaled_keys import scaled_keys
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
 SLOPED = 0.01  # of it that a slope may leave: one factor for each of few blocks leaves more
 OTHER = 0.5  # of an operand's size: from there on it is no coarser one, but another
-PLACED = (
-    0.9  # the cosine of a feature with the one that it is, and the share of those that are told
-)
+PLACED = 0.9  # the cosine of a feature with the one that it is; and a share of features
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
@@ -78,8 +76,8 @@ def compared_ratios(
 
     def alike() -> Read:
         little = common < 8 * noise
-        if not little and (bits := _cut_to(log[clear])):
-            return Read(f"the weights are cut to {bits} bits", "weights")
+        if not little and (bits := cut_to(log[clear])):
+            return Read(f"the weights are cut to {bits} bits of mantissa", "weights")
         if not little and (read := _of_a_short_sum(call, rows.squeeze(-1), told)):
             return read
         if backward and not little and (read := _of_parts_of_lse(call, rows.squeeze(-1), told)):
@@ -131,15 +129,15 @@ def _of_size(call: Call, rest: Tensor, clear: Tensor, noise: float, size: str) -
     return Read(*told[1:], by_size=True)
 
 
-def _cut_to(log: Tensor) -> int:
-    """The bits of mantissa that weights are cut to, where these logarithms of ratios are between 0
-    and what the last bit makes, as often at one as at the other; 0 where they are not.
+def cut_to(log: Tensor) -> int:
+    """The bits of mantissa that weights are cut to, the first not counted, where these logarithms
+    of ratios are between 0 and what the last bit makes, as often at one as at the other; else 0.
     """
     mean, most = float(log.mean()), float(-log.min())
     even = 0.45 < float(log.std()) / max(-mean, 1e-300) < 0.7  # 1/√3 of what is uniform
-    if mean >= 0 or not even or most > 5 * -mean or float((log < most / 16).double().mean()) < 1:
+    if mean >= 0 or not even or most > 5 * -mean or float(log.max()) > most / 16:
         return 0
-    return round(-math.log2(-mean)) - 1
+    return round(math.log2(math.log(2) / 2 / -mean))  # half a unit over mantissas from 1 to 2
 
 
 def _of_a_short_sum(call: Call, log: Tensor, told: Tensor) -> Read | None:
