@@ -135,8 +135,12 @@ class Search(Generic[M]):
             near.sort(key=lambda entry: self.loss(entry[2], self.also, trials))
             ranked = near + ranked[len(near) :]
         alike = [e for e in ranked[:TRIED] if e[0] < min(ranked[0][0] + TIED, here - GAIN)]
-        if len(alike) > 1:  # on a few trials; all of them tell
-            alike.sort(key=lambda entry: self.loss(entry[2], tensors))
+        if len(alike) > 1:  # on a few trials; all of them tell, and where these do not, the others
+            losses = [self.loss(entry[2], tensors) for entry in alike]
+            most = min(losses) + TIED
+            keys = [(loss > most, loss if loss > most else self.loss(entry[2], self.also - tensors))
+                    for entry, loss in zip(alike, losses, strict=True)]  # fmt: skip
+            alike = [alike[i] for i in sorted(range(len(alike)), key=keys.__getitem__)]
             ranked = alike + ranked[len(alike) :]
         old, before = self.fits(model, tensors, None), self.loss(model, tensors)
         for i, (loss, text, candidate) in enumerate(ranked[:TRIED]):

@@ -59,12 +59,6 @@ class Twist:
     around: bool = False  # done around a kernel that is sound: its backward pass reads its own O
 
 
-def in_what_is_returned(twist: Twist) -> Twist:
-    """The same in what the caller gets; the backward pass reads what is right."""
-    text = f"{twist.text}, in what is returned alone"
-    return replace(twist, key=f"{twist.key}-around", text=text, around=True)
-
-
 @dataclass(frozen=True)
 class Way:
     """How one pass is computed."""
@@ -79,6 +73,8 @@ class Model:
 
     forward: Way
     gradients: tuple[Way, Way, Way]
+    # the backward pass reads O and lse of a forward pass of its own, in the gradients' ways
+    apart: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe) -> Model:
@@ -89,17 +85,23 @@ class Model:
         """The way of one result."""
         return self.gradients[GRADIENTS.index(tensor)] if tensor in GRADIENTS else self.forward
 
+    def before(self, tensor: str) -> Way:
+        """The way of the forward pass that one result is computed from."""
+        return self.way(tensor) if self.apart else self.forward
+
     def with_ways(self, tensors: frozenset[str], change: Callable[[Way], Way | None]) -> Model:
         """The same with the ways of these results changed; `change` may refuse with None, and such
-        a way stays.
+        a way stays. Where the backward pass is apart it does not share the forward pass's.
         """
         touches = bool(tensors & set(FORWARD))
         forward = (change(self.forward) or self.forward) if touches else self.forward
+        if touches and self.apart:
+            return replace(self, forward=forward)
         gradients = tuple(
             (change(way) or way) if name in tensors else way
             for name, way in zip(GRADIENTS, self.gradients, strict=True)
         )
-        return Model(forward, gradients)  # type: ignore[arg-type]
+        return replace(self, forward=forward, gradients=gradients)
 
 
 class Emulator:
@@ -162,19 +164,23 @@ class Emulator:
         return found
 
     def _fit(self, trial: Trial, tensor: str, model: Model) -> Fit:
-        backward = model.way(tensor) if tensor in GRADIENTS else None
-        key = (trial.name, tensor, model.forward, backward)
+        forward, backward = _ways(model, tensor)
+        key = (trial.name, tensor, forward, backward)
         if key not in self._fits:
-            computed = self.tensors(trial, model.forward, backward)
+            computed = self.tensors(trial, forward, backward)
             for name, x in computed.items():
                 if (trial.name, name) in self.observed:
                     way = backward if name in GRADIENTS else None
                     observed = self.observed[trial.name, name]
-                    self._fits[trial.name, name, model.forward, way] = observed.against(x)
+                    self._fits[trial.name, name, forward, way] = observed.against(x)
             if key not in self._fits:  # the combination cannot be computed
                 nothing = torch.empty(0)
                 self._fits[key] = self.observed[trial.name, tensor].against(nothing[None, None])
         return self._fits[key]
+
+    def made(self, trial: Trial, model: Model, tensor: str) -> Tensor | None:
+        """One result as a candidate gives it; None where it cannot be computed."""
+        return self.tensors(trial, *_ways(model, tensor)).get(tensor)
 
     def tensors(self, trial: Trial, forward: Way, backward: Way | None) -> Tensors:
         """Out and lse, or with `backward` the three gradients, float32 or float64; empty where the
@@ -270,6 +276,11 @@ def _as_found(kept: Kept, found: Tensors, unit: float) -> Kept:
         for_delta = out
     lse = lse if lse.shape == kept.lse.shape else kept.lse
     return replace(kept, out=out, out_for_delta=for_delta, lse=lse)
+
+
+def _ways(model: Model, tensor: str) -> tuple[Way, Way | None]:
+    """Those of both passes that a result is computed in."""
+    return model.before(tensor), model.way(tensor) if tensor in GRADIENTS else None
 
 
 def _for(forward: Way, backward: Way | None) -> Way:

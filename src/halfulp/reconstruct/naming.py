@@ -189,8 +189,9 @@ def reverted(model: Model, stock: Recipe, group: list[Difference]) -> Model:
             return None
         return Way(recipe, tuple(t for t in way.twists if t.key not in twists))
 
-    every = frozenset((*FORWARD, *GRADIENTS))
-    return model.with_ways(every, put_back)
+    for tensors in (frozenset(FORWARD), frozenset(GRADIENTS)):
+        model = model.with_ways(tensors, put_back)
+    return model
 
 
 def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named], list[Difference]]:
@@ -238,6 +239,8 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             harmless += group
             continue
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
+        # of a backward pass that is apart nothing else is known to be another's
+        text += ", in what is returned alone" * (model.apart and whose == set(FORWARD))
         found.append(
             Named(CAUSES[key], text, most[-1], place[1], place[0], share, function=function,
                   twists=tuple(d.twist for d in group if d.twist is not None))

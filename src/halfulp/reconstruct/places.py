@@ -327,8 +327,7 @@ def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Un
     its cause; a few elements.
     """
     observed = emulator.observed[name, tensor]
-    backward = model.way(tensor) if tensor in GRADIENTS else None
-    made = emulator.tensors(emulator.trials[name], model.forward, backward).get(tensor)
+    made = emulator.made(emulator.trials[name], model, tensor)
     if made is None or made.shape[:3] != observed.value.shape[:3]:
         return None, ""
     rest, usual = (

@@ -311,8 +311,8 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
         return replace(cause, cause=CAUSES["unwritten"])
     if not cause.function or cause.cause.key != "unwritten":
         return cause
-    backward = None if cause.tensor in FORWARD else model.way(cause.tensor)
-    made = emulator.tensors(emulator.trials[cause.trial], model.forward, backward)[cause.tensor]
+    made = emulator.made(emulator.trials[cause.trial], model, cause.tensor)
+    assert made is not None  # since it explains some
     near = made.view_as(observed.exact).abs() < ALL_BUT * observed.exact.abs()
     gone = near & observed.usable
     if bool((observed.value[gone] == 0).double().mean() > 0.5) or not bool(gone.any()):

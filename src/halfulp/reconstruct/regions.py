@@ -179,8 +179,7 @@ def _as_told(marks: tuple[Tensor, Tensor], rule: Rows) -> bool | None:
 def _rows(emulator: Emulator, model: Model, key: tuple[str, str]) -> tuple[Tensor, Tensor] | None:
     """Which rows of a result are wrong, and which are right, over all heads."""
     observed, (name, tensor) = emulator.observed[key], key
-    backward = model.way(tensor) if tensor in GRADIENTS else None
-    made = emulator.tensors(emulator.trials[name], model.forward, backward).get(tensor)
+    made = emulator.made(emulator.trials[name], model, tensor)
     if made is None or made.shape != observed.value.shape:
         return None
     error, rest, usual = _energies(observed, made, (0, 1, 3))
@@ -209,8 +208,7 @@ def _marked(emulator: Emulator, model: Model, trial: Trial) -> Tensor | None:
             continue
         if call.groups > 1 and tensor in GRADIENTS[1:]:
             continue  # of heads that share one, whose error it is cannot be told
-        backward = model.way(tensor) if tensor in GRADIENTS else None
-        made = emulator.tensors(trial, model.forward, backward).get(tensor)
+        made = emulator.made(trial, model, tensor)
         if made is None or made.shape != observed.value.shape:
             return None
         error, rest, usual = _energies(observed, made, (-1, -2))

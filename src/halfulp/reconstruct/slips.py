@@ -75,10 +75,6 @@ def _moved(trial: Trial, tiles: Tiles, slip: Slip) -> dict[str, Tensor]:
     return moved | ({"lse": moved["lse"].squeeze(-1)} if "lse" in moved else {})
 
 
-RETURNED = tuple(f"slip-Slip(stage='{name}'" for name in FORWARD)
-"""How keys of slips in what a forward pass returns begin."""
-
-
 def as_twist(slip: Slip, tiles: Tiles, region: Region | None = None) -> Twist:
     """The slip as a candidate of the search, in some heads alone."""
 
@@ -218,10 +214,7 @@ class _Errors:
         self.trial, self.tiles, self.rows = trial, tiles, rows
         self.of = {}
         for name, o in seen.items():
-            made = None
-            if model is not None:
-                backward = model.way(name) if name in GRADIENTS else None
-                made = emulator.tensors(trial, model.forward, backward).get(name)
+            made = None if model is None else emulator.made(trial, model, name)
             usual = o.exact if made is None else made.double().view_as(o.exact)
             error = torch.where(o.usable & usual.isfinite(), o.value - usual, 0.0)
             weight = 1 / max(float(o.exact.square().sum()), 1e-300)
@@ -333,5 +326,5 @@ def of_others(emulator: Emulator, region: Region, tiles: Tiles) -> Twist | None:
     return None
 
 
-__all__ = ["DONE", "RETURNED", "USUAL", "Held", "Tiles", "as_twist", "likeliest", "of_others",
+__all__ = ["DONE", "USUAL", "Held", "Tiles", "as_twist", "likeliest", "of_others",
            "of_rows", "tells"]  # fmt: skip

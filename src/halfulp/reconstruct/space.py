@@ -5,6 +5,7 @@ every structural choice, and the twists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from halfulp import recipes
 from halfulp.formats import BF16, FP16, FP32, FP64, OCP_E4M3, OCP_E5M2, TF32, Format, custom
 from halfulp.recipes import FP8_FLASH, RECIPES, Matmul, Recipe, Shift, recipe_named
-from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Model, Twist, Way
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, TENSORS, Model, Twist, Way
 from halfulp.reconstruct.twists import orders
 
 STOCK: dict[torch.dtype, Recipe] = {
@@ -151,6 +152,17 @@ def tiled_changes(dtype: torch.dtype, blocks: tuple[int, ...]) -> Iterator[tuple
             yield from _whole(EVERY, {"base": "2", **dict.fromkeys(names, fmt), "block_key": width})
         yield from _whole(
             EVERY, {"block_sum": low, "row_sum_from": "rounded", "block_key": width})  # fmt: skip
+
+
+def recipes_of(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
+    """A forward pass in a named recipe, beside a backward pass that is another's."""
+    for model in named(dtype):
+        recipe = model.forward.recipe
+
+        def way(old: Way, recipe: Recipe = recipe) -> Way:
+            return Way(recipe, old.twists)
+
+        yield recipe.name, partial(Model.with_ways, tensors=frozenset(FORWARD), change=way)
 
 
 def _reversed(width: int) -> Change:

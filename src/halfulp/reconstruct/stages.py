@@ -23,7 +23,7 @@ from halfulp.reconstruct.changed import (
     twists_of,
     with_shared_twists,
 )
-from halfulp.reconstruct.descent import Search
+from halfulp.reconstruct.descent import ORDERLY, Search
 from halfulp.reconstruct.emulating import (
     FORWARD,
     GRADIENTS,
@@ -31,7 +31,6 @@ from halfulp.reconstruct.emulating import (
     Model,
     Twist,
     Way,
-    in_what_is_returned,
 )
 from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED
 from halfulp.reconstruct.naming import merged
@@ -49,6 +48,7 @@ NEARLY = 0.02  # share that arithmetic alone may leave
 EXACTLY = 0.1  # share that a slip may leave there
 MOST = 0.8  # of the results that are wrong, which a slip must explain to come first
 HALF = 0.5  # share that a slip may leave on one trial
+OWN_BLOCKS = 64, 32, 128  # of keys, of a forward pass whose sums are not seen
 PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
 
 
@@ -88,7 +88,7 @@ class Stages:
         """The model that explains most."""
         if not self._unexplained(self.start, self.forward | self.gradients, WHOLLY):
             return self.start
-        model = self._forward(self.start)
+        model = self._forward(self._apart(self.start))
         self.share = 1.0
         if self.gradients:
             model = self._backward(model)
@@ -100,6 +100,22 @@ class Stages:
             return whole
         model = self._unified(self._prune(model))
         return self._whole(model, [merged(model), *with_shared_twists(model)]) or model
+
+    def _apart(self, model: Model) -> Model:
+        """With a backward pass of its own where that explains the gradients and O is not explained:
+        it is another kernel's, or runs the forward pass anew.
+        """
+        if not (self.gradients and self._unexplained(model, self.forward)):
+            return model
+        some = frozenset(self.search.screen(model, self.gradients, 1))
+        own = model.forward.recipe.block_key
+        for width in dict.fromkeys((own, *self.blocks, *OWN_BLOCKS)):
+            tiled = space.setting(EVERY, block_key=width)(model) or model
+            alone = replace(tiled, apart=True)
+            fits = self.emulator.fits(alone, self.gradients, some).values()
+            if all(f.left < ORDERLY for f in fits) and self.search.explained(alone, self.gradients):
+                return alone
+        return model
 
     def _whole(self, model: Model, recipes: Iterable[Model]) -> Model | None:
         """The first that is one recipe throughout and fits no worse than the model."""
@@ -174,15 +190,13 @@ class Stages:
     def _forward(self, model: Model) -> Model:
         search, tensors = self.search, self.forward
         hints = (*self.hints, *self._factor(model, "out"))
-        # of a kernel whose backward pass is another's, or runs the forward pass anew
-        aside = tuple(map(in_what_is_returned, self.operands)) if self.gradients else ()
         arithmetic = neighbors_of(
             lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(self.blocks),
                      *space.tiled_changes(self.dtype, self.blocks),
                      *space.twist_changes(self.operands, EVERY),
-                     *space.twist_changes(aside, frozenset(FORWARD)),
                      *space.twist_changes(hints, EVERY),
-                     *space.twist_changes(hints, frozenset(FORWARD)))
+                     *space.twist_changes(hints, frozenset(FORWARD)),
+                     *(space.recipes_of(self.dtype) if model.apart else ()))
         )  # fmt: skip
         gross = self._gross(tensors)
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, EVERY))
@@ -244,9 +258,6 @@ class Stages:
             if found and found[0].left < slips.DONE:
                 break
         twists = list(dict.fromkeys(twists))
-        # what the backward pass reads may be right where what is returned is not
-        aside = [in_what_is_returned(t) for t in twists if t.key.startswith(slips.RETURNED)]
-        twists += aside if self.gradients else ()
         changes = [(t.text, changed) for t in twists
                    if (changed := space.twisted(t, scope)(model)) is not None]  # fmt: skip
         if not everywhere:
@@ -255,8 +266,6 @@ class Stages:
         losses = [self.search.loss(changed, tensors) for _, changed in changes]
         near = min(losses, default=0.0) + ALIKE * len(fits)
         best = [c for c, loss in zip(changes, losses, strict=True) if loss <= near]
-        if aside and len(best) > 1:
-            best.sort(key=lambda c: self.search.loss(c[1], self.gradients))
         best = best[:1]
         if everywhere and best:
             new = self.emulator.fits(best[0][1], tensors)
@@ -366,7 +375,7 @@ class Stages:
         """From the forward pass's way or the stock one, whichever fits the gradients better."""
         search, tensors = self.search, self.gradients
         way = Way(based(self.stock.forward.recipe, model.forward.recipe))
-        plain = Model(model.forward, (way, way, way))
+        plain = replace(model, gradients=(way, way, way))
         # an lse of rows that see nothing but finite masks holds no sum beside them
         kept = space.setting(BACKWARD, backward_weights="maximum")(model) or model
         carried = min(search.loss(one, tensors) for one in (model, kept))

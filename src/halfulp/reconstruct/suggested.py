@@ -334,12 +334,11 @@ def factor_of(observed: Observed, candidate: Tensor) -> Fitted:
 def factors_on(emulator: Emulator, model: Model, name: str) -> list[Twist]:
     """The factor on what a model gives that fits one result best, where there is one."""
     fitted = {}
-    backward = model.way(name) if name in GRADIENTS else None
     for (trial, tensor), observed in emulator.observed.items():
         if tensor == name:
-            got = emulator.tensors(emulator.trials[trial], model.forward, backward)
-            if name in got and got[name].shape == observed.value.shape:
-                fitted[trial] = factor_of(observed, got[name])
+            got = emulator.made(emulator.trials[trial], model, name)
+            if got is not None and got.shape == observed.value.shape:
+                fitted[trial] = factor_of(observed, got)
     found = factors(name, fitted, emulator.trials)
     some = next(iter(emulator.trials.values()))
     if any(t.cause == "weights-disagree" for t in found) and of_division(emulator.run, some):

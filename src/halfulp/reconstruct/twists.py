@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Call, Sees
-from halfulp.reconstruct.emulating import GRADIENTS, Twist, in_what_is_returned
+from halfulp.reconstruct.emulating import GRADIENTS, Twist
 from halfulp.reconstruct.exact import row_maximum
 from halfulp.reconstruct.panel import Trial
 
@@ -447,9 +447,7 @@ def _other_lse(
             return tensors
         return tensors | {"lse": change(tensors["lse"], row_maximum(trial.call), trial.call.scale)}
 
-    read = Twist(f"lse-{key}", text, "lse-other", _everywhere, back)
-    yield read
-    yield in_what_is_returned(read)
+    yield Twist(f"lse-{key}", text, "lse-other", _everywhere, back)
 
 
 def _one_of_group(key: str, text: str, pick: int) -> Twist:
