@@ -98,19 +98,20 @@ class Problem:
 
     def scores(self, rows: slice, cols: slice) -> Tensor:
         """Masked scores of one tile `[B, H, rows, cols]`, in the recipe's base."""
-        step, scale, cap = self.step, self.call.scale, self.call.softcap
+        step, cap = self.step, self.call.softcap
         query, key, into = self.query[:, :, rows], self.key[:, :, cols], self.recipe.scale_into
+        # α and log₂ e in one factor, as in kernels that exponentiate in base 2: one rounding of a
+        # score, or of an operand
+        factor = self.call.scale * (1.0 if cap else self.unit)
         if into == "query":
-            query, scale = step("scaled_operand", query * scale), 1.0
+            query, factor = step("scaled_operand", query * factor), 1.0
         elif into == "key":
-            key, scale = step("scaled_operand", key * scale), 1.0
+            key, factor = step("scaled_operand", key * factor), 1.0
         s = step("product", product(query, key.mT, step))
         if cap:
-            s = step("scores", torch.tanh(s * (scale / cap)) * (cap * self.unit))
+            s = step("scores", torch.tanh(s * (factor / cap)) * (cap * self.unit))
         else:
-            # α and log₂ e in one factor, as in kernels that exponentiate in base 2: one rounding of
-            # a score
-            s = step("scores", torch.mul(s, scale * self.unit, out=step.scratch(s)))
+            s = step("scores", torch.mul(s, factor, out=step.scratch(s)))
         return self.sees.apply(s, rows, cols, self.unit)
 
     def softcap_slope(self, rows: slice, cols: slice) -> Tensor:

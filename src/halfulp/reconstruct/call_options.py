@@ -34,32 +34,10 @@ def asked() -> Iterator[Twist]:
 
 
 def operands(dtype: torch.dtype) -> Iterator[Twist]:
-    """Operands that are scaled before they are rounded once more, as to fold what the scores are
-    multiplied by, or to quantize them.
+    """Operands that are rounded once more than the kernel's format asks for: scaled before, through
+    another format, or quantized.
     """
-    low = torch.bfloat16 if dtype == torch.float32 else dtype
-    ways: tuple[tuple[str, str, tuple[str, ...], Callable[[float], float]], ...] = (
-        ("query-scale", "Q is multiplied by the scale", ("query",), lambda a: a),
-        ("key-scale", "K is multiplied by the scale", ("key",), lambda a: a),
-        ("query-log2e", "Q is multiplied by scale · log₂e", ("query",), lambda a: a * LOG2_E),
-        ("key-log2e", "K is multiplied by scale · log₂e", ("key",), lambda a: a * LOG2_E),
-        ("roots", "Q and K are multiplied by √scale", ("query", "key"), math.sqrt),
-        ("roots-log2e", "Q and K are multiplied by √(scale · log₂e)", ("query", "key"),
-         lambda a: math.sqrt(a * LOG2_E)),
-    )  # fmt: skip
-    for key, text, names, factor in ways:
-
-        def scaled(
-            trial: Trial,
-            names: tuple[str, ...] = names,
-            factor: Callable[[float], float] = factor,
-        ) -> Trial:
-            f = factor(abs(trial.call.scale))
-            changed = {n: (getattr(trial.call, n).float() * f).to(low).float() / f for n in names}
-            return replace(trial, call=replace(trial.call, **changed))
-
-        yield Twist(f"prescaled-{key}", f"{text} and rounded again", "prescaled", scaled,
-                    unrounded=names)  # fmt: skip
+    yield from prescaled(dtype)
     for other in (torch.float16, torch.bfloat16):
         if other != dtype:
             told = str(other).removeprefix("torch.")
@@ -79,6 +57,38 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                 told = f"the {name} is quantized to {fmt} with a scale for each {text}"
                 turn = partial(_quantized, name, dims, fmt, largest)
                 yield Twist(f"{fmt}-{name}-{key}", told, "operand", turn, unrounded=(name,))
+
+
+def prescaled(dtype: torch.dtype) -> Iterator[Twist]:
+    """What the scores are multiplied by folded into operands that are rounded again; the number
+    itself is rounded as well where it is a scalar of their format.
+    """
+    low = torch.bfloat16 if dtype == torch.float32 else dtype
+    ways: tuple[tuple[str, str, tuple[str, ...], Callable[[float], float]], ...] = (
+        ("query-scale", "Q is multiplied by the scale", ("query",), lambda a: a),
+        ("key-scale", "K is multiplied by the scale", ("key",), lambda a: a),
+        ("query-log2e", "Q is multiplied by scale · log₂e", ("query",), lambda a: a * LOG2_E),
+        ("key-log2e", "K is multiplied by scale · log₂e", ("key",), lambda a: a * LOG2_E),
+        ("roots", "Q and K are multiplied by √scale", ("query", "key"), math.sqrt),
+        ("roots-log2e", "Q and K are multiplied by √(scale · log₂e)", ("query", "key"),
+         lambda a: math.sqrt(a * LOG2_E)),
+    )  # fmt: skip
+    for key, text, names, factor in ways:
+        for rounded in (False, True):
+            scaled = partial(_scaled, names, factor, low, rounded)
+            told = f"{text}, a number of the same format," if rounded else text
+            yield Twist(f"prescaled-{key}{'-low' * rounded}", f"{told} and rounded again",
+                        "prescaled", scaled, unrounded=names)  # fmt: skip
+
+
+def _scaled(names: tuple[str, ...], factor: Callable[[float], float], low: torch.dtype,
+            rounded: bool, trial: Trial) -> Trial | None:  # fmt: skip
+    f = factor(abs(trial.call.scale))
+    times = float(torch.tensor(f).to(low)) if rounded else f
+    if rounded and times == f:
+        return None  # as without it
+    changed = {n: (getattr(trial.call, n).float() * times).to(low).float() / f for n in names}
+    return replace(trial, call=replace(trial.call, **changed))
 
 
 def grad_outs(dtype: torch.dtype) -> Iterator[Twist]:

@@ -11,10 +11,13 @@ from functools import partial
 from halfulp.recipes import Recipe
 from halfulp.reconstruct import call_options, heads, space
 from halfulp.reconstruct import twists as structure
+from halfulp.reconstruct.descent import ORDERLY, Search
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
+from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED, Fits
 from halfulp.reconstruct.naming import differs
 from halfulp.reconstruct.space import BACKWARD, EVERY, Change
 
+OWN_BLOCKS = 64, 32, 128  # of keys, of a forward pass whose sums are not seen
 Neighbors = Callable[[Model], Iterable[tuple[str, Model]]]
 
 
@@ -40,6 +43,31 @@ def both(first: Neighbors, second: Neighbors) -> Neighbors:
         yield from second(model)
 
     return neighbors
+
+
+def with_own_forward(
+    search: Search[Model], model: Model, gradients: frozenset[str], blocks: tuple[int, ...]
+) -> Model:
+    """The model with a backward pass that makes O and lse itself, where that explains the
+    gradients: it is another kernel's, or runs the forward pass anew, and what is wrong with O is
+    the forward pass's alone.
+    """
+    some = frozenset(search.screen(model, gradients, 1))
+    own = model.forward.recipe.block_key
+    for width in dict.fromkeys((own, *blocks, *OWN_BLOCKS)):
+        tiled = space.setting(EVERY, block_key=width)(model) or model
+        apart = replace(tiled, apart=True)
+        near = all(f.left < ORDERLY for f in search.fits(apart, gradients, some).values())
+        if near and search.explained(apart, gradients):
+            return apart
+    return model
+
+
+def open_among(fits: Fits) -> frozenset[str]:
+    """The results that err more than is explained: what a gradient has right, others do not have
+    wrongly from what they share.
+    """
+    return frozenset(t for (_, t), f in fits.items() if f.left > UNEXPLAINED and f.times > SOUND)
 
 
 def in_recipe(recipe: Recipe, way: Way) -> Way:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms import Kept, Problem, attend, attend_backward, golden
+from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Result
 from halfulp.formats import FP64
 from halfulp.recipes import FP32, Recipe, Step
@@ -196,7 +197,9 @@ class Emulator:
         if turned.call.query.shape[:3] != kept.lse.shape[:3]:
             return {}
         if backward.recipe.base != forward.recipe.base:
-            return {}
+            if "integer" in (backward.recipe.shift.kind, forward.recipe.shift.kind):
+                return {}
+            kept = _in_other_base(kept, passed[0].unit)
         self.emulations += 1
         for way in _computable(backward):
             try:
@@ -276,6 +279,15 @@ def _as_found(kept: Kept, found: Tensors, unit: float) -> Kept:
         for_delta = out
     lse = lse if lse.shape == kept.lse.shape else kept.lse
     return replace(kept, out=out, out_for_delta=for_delta, lse=lse)
+
+
+def _in_other_base(kept: Kept, unit: float) -> Kept:
+    """What the forward pass keeps, for a backward pass in base 2 where `unit` is base e's, or the
+    other way round.
+    """
+    times = LOG2_E if unit == 1 else 1 / LOG2_E
+    names = ("lse", "row_max", "largest_score")
+    return replace(kept, **{name: getattr(kept, name) * times for name in names})
 
 
 def _ways(model: Model, tensor: str) -> tuple[Way, Way | None]:

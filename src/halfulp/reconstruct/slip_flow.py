@@ -94,7 +94,7 @@ class Flow:
             return x
         cols = slice(0, self.nk) if cols is None else cols
         memory = self.memory.setdefault(name, {})
-        return self.slip.made(x, Tile(rows, cols, self.n, self.nk), memory)
+        return self.slip.made(x, Tile(rows, cols, self.n, self.nk, self.call.scale), memory)
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, cols: slice, back: str) -> Tensor:
         """Of one tile."""

@@ -223,6 +223,8 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     **CODES,
     **STEPS,
 }  # fmt: skip
+SCALED = {"scaled": ("has the scale once more", 1), "unscaled": ("lacks the scale", -1)}
+"""What another call's scale makes another number of; and its power."""
 FACTORS = ("factor", "grows")  # mistakes that a factor belongs to
 LIMITS = 2.0, 0.5, 8.0  # of numbers that are held within limits, from where one is fitted
 TOGETHER = {"key_value", "b_key_value", "statistics", "divided_statistics"}
@@ -241,12 +243,13 @@ SQUARED = {"rescale", "rescale_out", "rescale_sum", "weights", "product"}
 
 
 class Tile(NamedTuple):
-    """Where a stage is, and how many queries and keys there are."""
+    """Where a stage is, how many queries and keys there are, and the scale of the call."""
 
     rows: slice
     cols: slice
     queries: int
     keys: int
+    scale: float
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -361,6 +364,8 @@ class Slip:
         elif self.mistake in FLUSHED:
             _, _, of = self.mistake.partition(" ")
             did = f"is 0 where it is below {self.factor:.2g}" + f" of its {of}'s largest" * bool(of)
+        elif self.mistake in SCALED:
+            did = SCALED[self.mistake][0]
         else:
             did = MISTAKES[self.mistake][0]
         what = STAGES[self.stage].text
@@ -382,11 +387,15 @@ class Slip:
             return "grad-tail" if blocks else "grad-scale"
         if self.mistake in ROUNDINGS:
             return stage.rounding
+        if self.mistake in SCALED and self.stage not in MULTIPLIED:
+            later = self.stage not in FORWARD_STAGES and stage.cause != "backward-scores"
+            return "grad-scale" if later else stage.cause
         if self.mistake == "within" and self.stage in ("product", "scores"):
             return "softcap"  # that nobody asked for
         if self.mistake == "within" and stage.rounding == "operand":
             return "operand"
-        if self.mistake == "factor" and self.stage in MULTIPLIED and not (self.parts or self.rows):
+        multiplied = self.mistake in ("factor", *SCALED) and self.stage in MULTIPLIED
+        if multiplied and not (self.parts or self.rows):
             return "value-factor"
         some = blocks or (self.rows and self.stage not in FORWARD_STAGES)
         if self.mistake.startswith(("last", "first")) or (self.mistake == "gone" and some):
@@ -407,6 +416,8 @@ class Slip:
         if self.mistake in FACTORS:
             times = tile.cols.start // (tile.cols.stop - tile.cols.start)
             wrong = x * self.factor ** (times if self.mistake == "grows" else 1)
+        elif self.mistake in SCALED:
+            wrong = x * tile.scale ** SCALED[self.mistake][1]
         else:
             unit = LOG2_E if self.mistake in ROUNDINGS and self.stage in IN_BASE_2 else 1.0
             wrong = self._done(x * unit, memory) / unit

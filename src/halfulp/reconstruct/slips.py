@@ -34,6 +34,7 @@ from halfulp.reconstruct.slip_kinds import (
     PARTS,
     RESCALED,
     ROUNDINGS,
+    SCALED,
     SIFTED,
     SQUARED,
     STAGES,
@@ -173,6 +174,9 @@ def likeliest(
         best += [_Errors(emulator, trial, other, seen, model)(Slip(stage, mistake))
                  for other in others if other != tiles for stage in stages
                  for mistake in ("stale", "row-1", "row+1")[: 1 if coarse else 3]]  # fmt: skip
+    # a number that is the call's scale is another one of other calls
+    best += [holds(replace(h.slip, mistake=mistake, factor=1.0)) for mistake in SCALED
+             for h in best if h.slip.mistake == "factor" and h.tiles == tiles]  # fmt: skip
     clear = [h for h in best if h.slip.mistake not in FACTORS or abs(h.slip.factor - 1) > LEAN]
     return sorted(clear, key=_order)[:6]
 

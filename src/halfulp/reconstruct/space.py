@@ -134,8 +134,7 @@ def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
         {"division": "multiply", "reciprocal": FP16},
         *({"division": "multiply", "reciprocal": custom(8, bits)} for bits in (4, 5, 6, 8, 9, 10)),
         *({"exp_degree": degree} for degree in (1, 2, 3)),
-        {"scale_into": "query", "scaled_operand": low},
-        {"scale_into": "key", "scaled_operand": low},
+        *_prescaled(low),
         {"weights_operand": OCP_E4M3, "weights_scale": 256.0},
         *_through(dtype, ("query", "key"), ("value", "weights_operand"),
                   ("query", "key", "value", "weights_operand")),
@@ -143,10 +142,15 @@ def forward_changes(dtype: torch.dtype) -> Iterator[tuple[str, Change]]:
 
 
 def tiled_changes(dtype: torch.dtype, blocks: tuple[int, ...]) -> Iterator[tuple[str, Change]]:
-    """What an online softmax rounds at every tile that only shows in base 2, or together."""
+    """What an online softmax rounds at every tile that only shows in base 2, or together: a row's
+    maximum in one format makes other weights to round, and other sums.
+    """
     low = _formats(dtype)[0]
-    steps = (("scores",), ("row_max",), ("shifted_scores",), ("shifted_scores", "weights"))
-    for width in blocks or (128,):
+    steps = (("scores",), ("row_max",), ("shifted_scores",), ("shifted_scores", "weights"),
+             ("row_max", "row_sum"), ("row_max", "block_sum", "row_sum"),
+             ("row_sum", "accumulator"), ("row_max", "row_sum", "accumulator"),
+             ("block_sum", "block_out"))  # fmt: skip
+    for width in blocks:
         formats = BF16, FP16, BF16.with_(rounding="toward_zero")
         for names, fmt in ((names, fmt) for names in steps for fmt in formats):
             yield from _whole(EVERY, {"base": "2", **dict.fromkeys(names, fmt), "block_key": width})
@@ -220,14 +224,21 @@ def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tu
         {"exp_degree": None},
         *({"exp_degree": degree} for degree in (1, 2, 3)),
         {"scale_into": "product"},
-        {"scale_into": "query", "scaled_operand": low},
-        {"scale_into": "key", "scaled_operand": low},
-        {"scale_into": "query", "scaled_operand": FP16},
+        *_prescaled(low),
         {"delta": low, "delta_products": low},
         *_through(dtype, ("grad_out", "value"), ("grad_out", "probabilities_operand"),
                   ("grad_scores", "key"), ("grad_scores", "query"),
                   ("query", "key", "value", "grad_out", "probabilities_operand", "grad_scores")),
     )  # fmt: skip
+
+
+def _prescaled(low: Format) -> Iterator[dict[str, Any]]:
+    """The scale folded into an operand that is rounded again, with log₂ e or without it."""
+    for into in ("query", "key"):
+        for fmt in dict.fromkeys((low, FP16, BF16)):
+            fields = {"scale_into": into, "scaled_operand": fmt}
+            yield fields
+            yield fields | {"base": "2", "shift": Shift()}
 
 
 def _through(dtype: torch.dtype, *products: tuple[str, ...]) -> Iterator[dict[str, Any]]:

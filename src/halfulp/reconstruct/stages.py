@@ -19,11 +19,13 @@ from halfulp.reconstruct.changed import (
     both,
     in_recipe,
     neighbors_of,
+    open_among,
     simpler,
     twists_of,
+    with_own_forward,
     with_shared_twists,
 )
-from halfulp.reconstruct.descent import ORDERLY, Search
+from halfulp.reconstruct.descent import Search
 from halfulp.reconstruct.emulating import (
     FORWARD,
     GRADIENTS,
@@ -48,7 +50,6 @@ NEARLY = 0.02  # share that arithmetic alone may leave
 EXACTLY = 0.1  # share that a slip may leave there
 MOST = 0.8  # of the results that are wrong, which a slip must explain to come first
 HALF = 0.5  # share that a slip may leave on one trial
-OWN_BLOCKS = 64, 32, 128  # of keys, of a forward pass whose sums are not seen
 PARTLY = 1.0  # of the loss on one trial: gained by a fault that only some calls have
 
 
@@ -88,7 +89,10 @@ class Stages:
         """The model that explains most."""
         if not self._unexplained(self.start, self.forward | self.gradients, WHOLLY):
             return self.start
-        model = self._forward(self._apart(self.start))
+        model = self.start
+        if self.gradients and self._unexplained(model, self.forward):
+            model = with_own_forward(self.search, model, self.gradients, self.blocks)
+        model = self._forward(model)
         self.share = 1.0
         if self.gradients:
             model = self._backward(model)
@@ -100,22 +104,6 @@ class Stages:
             return whole
         model = self._unified(self._prune(model))
         return self._whole(model, [merged(model), *with_shared_twists(model)]) or model
-
-    def _apart(self, model: Model) -> Model:
-        """With a backward pass of its own where that explains the gradients and O is not explained:
-        it is another kernel's, or runs the forward pass anew.
-        """
-        if not (self.gradients and self._unexplained(model, self.forward)):
-            return model
-        some = frozenset(self.search.screen(model, self.gradients, 1))
-        own = model.forward.recipe.block_key
-        for width in dict.fromkeys((own, *self.blocks, *OWN_BLOCKS)):
-            tiled = space.setting(EVERY, block_key=width)(model) or model
-            alone = replace(tiled, apart=True)
-            fits = self.emulator.fits(alone, self.gradients, some).values()
-            if all(f.left < ORDERLY for f in fits) and self.search.explained(alone, self.gradients):
-                return alone
-        return model
 
     def _whole(self, model: Model, recipes: Iterable[Model]) -> Model | None:
         """The first that is one recipe throughout and fits no worse than the model."""
@@ -190,9 +178,10 @@ class Stages:
     def _forward(self, model: Model) -> Model:
         search, tensors = self.search, self.forward
         hints = (*self.hints, *self._factor(model, "out"))
+        widths = self.blocks or (model.forward.recipe.block_key or 128,)
         arithmetic = neighbors_of(
             lambda: (*space.forward_changes(self.dtype), *space.reversed_changes(self.blocks),
-                     *space.tiled_changes(self.dtype, self.blocks),
+                     *space.tiled_changes(self.dtype, widths),
                      *space.twist_changes(self.operands, EVERY),
                      *space.twist_changes(hints, EVERY),
                      *space.twist_changes(hints, frozenset(FORWARD)),
@@ -276,7 +265,7 @@ class Stages:
     def _slip_or_twist(self, stage: str, model: Model, twisted: Neighbors, tensors: frozenset[str],
                        scope: frozenset[str]) -> Model:  # fmt: skip
         """A slip that explains most calls; a fault of structure where that explains them better."""
-        wide = BACKWARD if scope == BACKWARD else EVERY
+        wide = EVERY if "out" in scope else scope
         found = self._slipped(stage, model, tensors, scope, everywhere=True)
         slipped = self._settled(found, tensors, wide)
         # fitted limits explain rows that see nothing as masks of finite numbers do
@@ -383,25 +372,27 @@ class Stages:
             search.note("backward", "the backward pass does not share it", model, plain, tensors,
                          float("nan"))  # fmt: skip
             model = plain
+        tensors = open_among(self.emulator.fits(model, tensors)) or tensors
+        scope = tensors if tensors != self.gradients else BACKWARD
         others = [t for t in self.twists if t.cause == "lse-other"]
         arithmetic = neighbors_of(
-            lambda: (*self._backward_changes(BACKWARD),
+            lambda: (*self._backward_changes(scope),
                      *space.twist_changes(others, frozenset(FORWARD)),
-                     *space.twist_changes(tuple(call_options.grad_outs(self.dtype)), BACKWARD),
+                     *space.twist_changes(tuple(call_options.grad_outs(self.dtype)), scope),
                      *space.twist_changes(self.operands, EVERY))
         )  # fmt: skip
-        twisted = neighbors_of(lambda: space.twist_changes(self.twists, BACKWARD))
+        twisted = neighbors_of(lambda: space.twist_changes(self.twists, scope))
         every = both(twisted, arithmetic)
         gross = self._gross(tensors)
         known = not self._unexplained(model, self.forward)  # else what is wrong there is first
         if gross and known and self._unexplained(model, tensors):
-            model = self._slip_or_twist("backward", model, twisted, tensors, BACKWARD)
-        model = self._settled(model, tensors, BACKWARD)
+            model = self._slip_or_twist("backward", model, twisted, tensors, scope)
+        model = self._settled(model, tensors, scope)
         model = search.descend("backward", model, every if gross else arithmetic, tensors)
         if gross:
-            model = self._partly("backward", model, tensors, BACKWARD)
+            model = self._partly("backward", model, tensors, scope)
         if known and self._unexplained(model, tensors):
-            model = self._slipped("backward", model, tensors, BACKWARD, everywhere=False)
+            model = self._slipped("backward", model, tensors, scope, everywhere=False)
         return self._refined("backward", model, tensors)
 
     def _alone(self, model: Model, name: str) -> Model:
@@ -409,6 +400,7 @@ class Stages:
         own = frozenset({name})
         summed = () if name == "grad_query" else tuple(call_options.groups())
         summed += tuple(call_options.stored(self.dtype, (name,)))
+        summed += tuple(call_options.prescaled(self.dtype))
         arithmetic = neighbors_of(lambda: (*space.backward_changes(self.dtype, own),
                                            *space.twist_changes(summed, own)))  # fmt: skip
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, own))

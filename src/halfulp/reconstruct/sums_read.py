@@ -19,6 +19,8 @@ BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # of a mantiss
 GROWS = 1.4  # times the error where there is more to sum: it is made as the sum runs
 WHOLE = 64  # keys, whose number, and all below it, need few bits
 DIVIDED = 2.0**-4  # of O: from there on it is no matter of a coarse reciprocal
+SHARED = 1, 3, 5, 11  # keys that share a row's weight, of which one has a value
+ALONG = 0.7  # the cosine of what its value is off by in the first and in the others
 PAIRED = 3  # times as large an error where values nearly cancel: it was made before the sum
 
 
@@ -51,7 +53,31 @@ def one_term(run: Run, trial: Trial, tensor: str) -> str | None:
         errors.append(float((got - exact).norm() / exact.norm().clamp_min(1e-300)))
     if errors[0] < spread(dtype) / 8:
         return "sum"
-    return "operand" if errors[1] > PAIRED * errors[0] else "store"
+    if errors[1] <= PAIRED * errors[0]:
+        return "store"
+    return "operand" if tensor != "out" or _as_weighed(run, trial) else "store"
+
+
+def _as_weighed(run: Run, trial: Trial) -> bool:
+    """Whether V of one key is off by the same numbers however little it weighs, as an operand is; a
+    result is rounded at its own size.
+    """
+    errors = []
+    for count in SHARED:
+        some = torch.zeros(count, dtype=torch.long)
+        read = _value_row(run, _of_keys(trial, some), 0)
+        if read is None:
+            return True
+        errors.append(read[0] - read[1])
+    along = sum(float((x * errors[0]).sum()) for x in errors[1:])
+    size = sum(float(x.norm()) for x in errors[1:]) * float(errors[0].norm())
+    return along > ALONG * size
+
+
+def _of_keys(trial: Trial, some: Tensor) -> Trial:
+    """The trial with some of its keys."""
+    key, value = (x[:, :, some] for x in (trial.call.key, trial.call.value))
+    return replace(trial, call=replace(trial.call, key=key, value=value))
 
 
 def signed_sums(run: Run, trial: Trial) -> list[float]:
