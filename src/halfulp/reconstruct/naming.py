@@ -216,7 +216,7 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         fields_alone = key == "rescale" and all(d.field for d in group)
         function = slipped or (CAUSES[key].kind == "function" and not fields_alone)
         without = emulator.fits(reverted(model, stock, group), every)
-        most, place, calls = (False, False, 0.0), None, set[str]()
+        most, place, calls = (False, False, False, 0.0), None, set[str]()
         for where, fit in with_it.items():
             before = float(without[where].other.sum()) + fit.floor
             own = float(fit.other.sum()) + fit.floor
@@ -227,7 +227,9 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
             proven = 1 - min(1.0, fit.left) >= (PROVEN if gross else LIKELY)
             # what the forward pass does is told there, though a gradient may show it more
             clear = harm > HARMFUL and fit.left <= 1 - PROVEN
-            first = (clear, clear and where[1] in whose & set(FORWARD), harm)
+            # and what is small may round to 0
+            first = (clear, clear and where[1] in whose & set(FORWARD),
+                     clear and where[0] != "small", harm)  # fmt: skip
             if explains > 0.05 and proven:
                 calls |= {where[0]} if harm > HARMFUL else set()
                 most, place = max((most, place), (first, where), key=lambda found: found[0])
