@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from halfulp.calls import Result
-from halfulp.formats import FP16
+from halfulp.formats import FP16, custom, round_to
 from halfulp.recipes import FP16_FLASH2, Shift
 from halfulp.reconstruct import space
 from halfulp.reconstruct.changed import open_among, with_own_forward
 from halfulp.reconstruct.descent import Search
 from halfulp.reconstruct.emulating import GRADIENTS, TENSORS, Emulator, Model, Way
 from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.naming import differences
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.slip_flow import USUAL
@@ -22,6 +23,7 @@ from halfulp.reconstruct.slip_kinds import Slip
 from halfulp.reconstruct.slips import as_twist, likeliest
 from halfulp.reconstruct.stages import Stages
 from halfulp.reconstruct.sums_read import one_term
+from halfulp.reconstruct.weights_read import compared
 
 TRIALS = {t.name: t for t in panel(torch.float16)}
 ASKED = ("plain", "ragged", "scaled")
@@ -130,3 +132,12 @@ def test_an_operand_is_off_by_the_same_numbers_however_little_it_weighs(value, o
         return replace(made, out=out(made.out.float()).half())
 
     assert one_term(run, TRIALS["plain"], "out") == where
+
+
+@pytest.mark.parametrize("cause", ["reciprocal", "weights"])
+def test_a_row_s_number_that_is_cut_is_no_matter_of_its_weights(cause):
+    trial = panel(torch.float32)[0]
+    exact = weights_of(trial.call, scores_of(trial.call))
+    of = scores_of(trial.call).logsumexp(-1, keepdim=True).exp() if cause == "reciprocal" else exact
+    cut = round_to(1 / of, custom(8, 12).with_(rounding="toward_zero")) * of
+    assert compared(trial, exact * cut).cause == cause

@@ -77,6 +77,9 @@ def compared_ratios(
     def alike() -> Read:
         little = common < 8 * noise
         if not little and (bits := cut_to(log[clear])):
+            if spread < common / 4 and not backward:  # of each weight it would be another number
+                return Read(f"each row has a factor that is cut to {bits} bits of mantissa, as the"
+                            " reciprocal of its sum", "reciprocal")  # fmt: skip
             return Read(f"the weights are cut to {bits} bits of mantissa", "weights")
         if not little and (read := _of_a_short_sum(call, rows.squeeze(-1), told)):
             return read
