@@ -98,11 +98,11 @@ class Model:
         forward = (change(self.forward) or self.forward) if touches else self.forward
         if touches and self.apart:
             return replace(self, forward=forward)
-        gradients = tuple(
+        query, key, value = (
             (change(way) or way) if name in tensors else way
             for name, way in zip(GRADIENTS, self.gradients, strict=True)
         )
-        return replace(self, forward=forward, gradients=gradients)
+        return replace(self, forward=forward, gradients=(query, key, value))
 
 
 class Emulator:
