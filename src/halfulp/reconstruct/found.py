@@ -79,7 +79,7 @@ class Reconstruction:
         """The recipe, or the ways of both passes."""
         if self.recipe is not None:
             return recipe_text(self.recipe)
-        told = [_way(self.model.forward)]
+        told = [_way(self.model.forward) + ", in what is returned alone" * self.model.apart]
         ways = dict.fromkeys(self.model.gradients)
         for way in ways:
             names = [SHORT[g] for g in GRADIENTS if self.model.way(g) == way]

@@ -223,7 +223,7 @@ MISTAKES: dict[str, tuple[str, Wrong]] = {
     **CODES,
     **STEPS,
 }  # fmt: skip
-SCALED = {"scaled": ("has the scale once more", 1), "unscaled": ("lacks the scale", -1)}
+SCALED = {"scaled": ("has the scale twice", 1), "unscaled": ("lacks the scale", -1)}
 """What another call's scale makes another number of; and its power."""
 FACTORS = ("factor", "grows")  # mistakes that a factor belongs to
 LIMITS = 2.0, 0.5, 8.0  # of numbers that are held within limits, from where one is fitted
