@@ -17,10 +17,16 @@ from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
-from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
+from halfulp.reconstruct.others_read import (
+    of_memory,
+    of_no_grad_out,
+    of_other_operands,
+    reads_others,
+)
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
-from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
+from halfulp.reconstruct.silent_read import silent_rows
+from halfulp.reconstruct.suggested import exchanged, not_finite
 from halfulp.reconstruct.unlike import OFF, Unlike, place_of
 from halfulp.reconstruct.weight_ratios import Read
 
@@ -221,11 +227,12 @@ def _told(
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
     silent = _silent(emulator, trial, tensor, gross=gross)
     operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
+    unread = of_no_grad_out(emulator.run, trial, tensor, observed) if gross else ("", "")
     memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
     counted = members_counted(trial, tensor, observed) if gross else ("", "")
     moved = exchanged(observed)
     moved = moved if moved[1] or not gross else misplaced(observed)
-    for text, key in silent, memory, counted, moved, operand:
+    for text, key in silent, unread, memory, counted, moved, operand:
         if key:
             return text, key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
