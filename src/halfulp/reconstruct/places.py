@@ -28,7 +28,7 @@ from halfulp.reconstruct.result_read import STRUCTURE, result_read
 from halfulp.reconstruct.silent_read import silent_rows
 from halfulp.reconstruct.suggested import exchanged, not_finite
 from halfulp.reconstruct.unlike import OFF, Unlike, place_of
-from halfulp.reconstruct.weight_ratios import Read
+from halfulp.reconstruct.weight_ratios import COARSEST, Read
 
 FAR = 20.0  # times the model's error: no rounding
 MINOR = 2.0  # times it: what is gross elsewhere is said first
@@ -130,6 +130,10 @@ def unexplained(
             only if times > HARMFUL or common[0] else ("", ""),
             times > FAR or emulator.observed[worst, tensor].relative > LARGE,
         )
+        if tensor == "lse" and not read and cause in ("out-unexplained", *_ON_SIZES) and (
+            usual[worst, "out"].times < HARMFUL
+        ) and emulator.observed[worst, tensor].relative > COARSEST:  # fmt: skip
+            cause = "lse-other"  # O has the row sum right, and no format loses so much
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = IN_GRADIENTS.get(cause, cause)
             sound = every.get((worst, "grad_query"))
@@ -267,6 +271,8 @@ def _told(
         if read.cause and read.cause != "accumulator":
             told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
             told_more |= {"scale"} if special == "ragged" else set()  # of some keys
+            # a sum that has other numbers than hidden ones is no matter of what hides them
+            told_more |= {"unnormalized"} if special == "causal-mask" else set()
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
