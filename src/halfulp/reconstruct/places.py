@@ -4,6 +4,7 @@ on which trials.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -229,14 +230,7 @@ def _told(
 ) -> tuple[str, str, bool, bool]:
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
-    silent = _silent(emulator, trial, tensor, gross=gross)
-    operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
-    unread = of_no_grad_out(emulator.run, trial, tensor, observed) if gross else ("", "")
-    memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
-    counted = members_counted(trial, tensor, observed) if gross else ("", "")
-    moved = exchanged(observed)
-    moved = moved if moved[1] or not gross else misplaced(observed)
-    for text, key in silent, unread, memory, counted, moved, operand:
+    for text, key in _by_numbers(emulator, trial, tensor, gross=gross):
         if key:
             return text, key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
@@ -292,6 +286,24 @@ def _told(
             cause = key
     alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
+
+
+def _by_numbers(
+    emulator: Emulator, trial: Trial, tensor: str, *, gross: bool
+) -> Iterator[tuple[str, str]]:
+    """What a result's numbers are beside exact ones, and those of a call asked again: in words, with
+    the cause.
+    """
+    observed = emulator.observed[trial.name, tensor]
+    yield _silent(emulator, trial, tensor, gross=gross)
+    if gross:
+        yield of_no_grad_out(emulator.run, trial, tensor, observed)
+        yield of_memory(emulator.run, trial, tensor, observed)
+        yield members_counted(trial, tensor, observed)
+    yield exchanged(observed)
+    if gross:
+        yield misplaced(observed)
+        yield of_other_operands(trial, tensor, observed)
 
 
 def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tuple[str, str]:
