@@ -291,8 +291,8 @@ def _told(
 def _by_numbers(
     emulator: Emulator, trial: Trial, tensor: str, *, gross: bool
 ) -> Iterator[tuple[str, str]]:
-    """What a result's numbers are beside exact ones, and those of a call asked again: in words, with
-    the cause.
+    """What a result's numbers are beside exact ones, and beside those of other calls: in words,
+    with the cause.
     """
     observed = emulator.observed[trial.name, tensor]
     yield _silent(emulator, trial, tensor, gross=gross)
