@@ -110,10 +110,8 @@ def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> t
     moved = _moved(run, turned, tensor, observed, observed.usable)
     if moved is None or float(moved.sum()) > SHARED**2 * float(observed.value.square().sum()):
         return "", ""
-    return (
-        f"{SHORT[tensor]} is the same whatever dO is: something else is taken for it",
-        "other-data",
-    )
+    told = f"{SHORT[tensor]} is the same whatever dO is: something else is taken for it"
+    return told, "other-data"
 
 
 def among_more(run: Run, trial: Trial, tensor: str, gone: Tensor) -> bool:
@@ -125,9 +123,8 @@ def among_more(run: Run, trial: Trial, tensor: str, gone: Tensor) -> bool:
     got = None if result is None else getattr(result, tensor)
     if got is None or got.ndim != 4:
         return False
-    got, exact = (
-        x.double().flatten(2) for x in (got, getattr(golden(more.call, more.grad_out), tensor))
-    )
+    exact = getattr(golden(more.call, more.grad_out), tensor)
+    got, exact = (x.double().flatten(2) for x in (got, exact))
     got, exact = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-300) for x in (got, exact))
     alike = got.flatten(0, 1) @ exact.flatten(0, 1).T
     alike.fill_diagonal_(0.0)  # which are written there are no others'
@@ -172,9 +169,8 @@ def _of_a_second(run: Run, trial: Trial, tensor: str) -> Others | None:
     got = None if result is None else getattr(result, tensor)
     if got is None:
         return None
-    return _of_others(
-        run, two, tensor, Observed.of(got, getattr(golden(two.call, two.grad_out), tensor))
-    )
+    exact = getattr(golden(two.call, two.grad_out), tensor)
+    return _of_others(run, two, tensor, Observed.of(got, exact))
 
 
 def _of_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Others | None:
