@@ -20,12 +20,17 @@ no size is why a sum is not rescaled."""
 _HIDE = {"causal-mask", "window", "mask"}
 _OF_SOME_KEYS = ("unnormalized-first", "unnormalized-last")
 """How keys of twists begin that divide by the row sum of some keys alone."""
+_PAIRED, _BATCH = "heads-", "heads-batch"
+"""The same of those that pair query heads with other key heads, and of other sequences."""
 
 
 def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     """What is gross in calls with an option alone is a matter of the option; so are rows that are
     0 and have no gradient, as those are that see nothing.
     """
+    pairs = any(t.startswith(_PAIRED) and not t.startswith(_BATCH) for t in cause.twists)
+    if pairs and region.cause == "key-heads":  # right where each head has its own
+        return replace(cause, cause=CAUSES["key-heads"], text=f"{cause.text}, {region.text}")
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
     hide = _HIDE | {"unwritten"} if _see_nothing(emulator, cause) else _HIDE
     hides = {cause.cause.key, region.cause} <= hide

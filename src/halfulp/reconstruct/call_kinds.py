@@ -104,4 +104,7 @@ def condition(some: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, str]
                 # lengths and groups change nothing where nothing is hidden: the mask is at fault
                 own = other if value and other == "causal" and kind not in _ASKED else kind
                 best = min(best, (also, told, own), key=lambda x: x[0])
+    if not best[2] and len(some) > 1 and (option := option_of(some)):
+        kind = next(k for k, (_, cause) in _told(some[0]).items() if cause == option)
+        return f"some calls {kind} alone", option  # not in all of these, and in no others
     return best[1], _told(some[0])[best[2]][1] if best[2] else ""

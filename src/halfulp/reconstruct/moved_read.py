@@ -4,6 +4,8 @@ they are, wherever in memory these should be.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ SAME = 0.995  # the cosine of a run with the one that it is; of random ones none
 OWN = 0.9  # with its own, from where on it is in its place
 MOST = 0.8  # of the runs that are wrong, and not 0
 LEAST = 12  # runs
+WIDTHS = (16, 32, 64, 128, 256)
 
 
 def misplaced(observed: Observed) -> tuple[str, str]:
@@ -47,6 +50,22 @@ def misplaced(observed: Observed) -> tuple[str, str]:
     apart = torch.unique((at - place)[found])
     told = f", {int(apart)} numbers on" if len(apart) == 1 else ""
     return f"numbers stand in another's place{told}: at {here} those of {there}", "layout"
+
+
+def over_the_end(zero: Mapping[tuple[str, str], Tensor]) -> int:
+    """The width of blocks whose last one of a head reaches as many rows beyond its end as are 0
+    `[B, H, N, D]` at the start of others, in every call and in two of other lengths; else 0.
+    """
+    every = [gone.all(-1).flatten(0, 1).any(0) for gone in zero.values()]
+    rows = [x for x in every if not bool(x.all())]  # whole heads are beyond any block
+    for width in WIDTHS:
+        beyond = [-len(x) % width for x in rows]
+        if len({len(x) for x in rows}) > 1 and all(
+            int(x.sum()) == int(x[:most].sum()) > OWN * most
+            for x, most in zip(rows, beyond, strict=True)
+        ):
+            return width
+    return 0
 
 
 def _unit(x: Tensor) -> Tensor:

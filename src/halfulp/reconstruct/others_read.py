@@ -14,7 +14,7 @@ from torch import Tensor
 from halfulp.algorithms import golden
 from halfulp.algorithms.backward import sum_groups
 from halfulp.reconstruct.dataflow import grad_scores_of
-from halfulp.reconstruct.emulating import GRADIENTS
+from halfulp.reconstruct.emulating import GRADIENTS, SHORT
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
@@ -100,6 +100,50 @@ def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[st
     return (told, "other-data") if len(rows) else ("", "")
 
 
+def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
+    """Whether a gradient stays as it is where dO changes its sign, which no gradient of dO does: in
+    words, with the cause.
+    """
+    if tensor not in GRADIENTS or not bool(observed.value.any()):
+        return "", ""
+    turned = replace(trial, name=f"{trial.name}/dO turned", grad_out=-trial.grad_out)
+    moved = _moved(run, turned, tensor, observed, observed.usable)
+    if moved is None or float(moved.sum()) > SHARED**2 * float(observed.value.square().sum()):
+        return "", ""
+    told = f"{SHORT[tensor]} is the same whatever dO is: something else is taken for it"
+    return told, "other-data"
+
+
+def among_more(run: Run, trial: Trial, tensor: str, gone: Tensor) -> bool:
+    """Whether heads `[B, H]` of which a result is 0 are others' where as many sequences again lie
+    behind those of the call: what they are read from lies beyond its end.
+    """
+    more = _and_again(trial)
+    result = run(more)
+    got = None if result is None else getattr(result, tensor)
+    if got is None or got.ndim != 4:
+        return False
+    exact = getattr(golden(more.call, more.grad_out), tensor)
+    got, exact = (x.double().flatten(2) for x in (got, exact))
+    got, exact = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-300) for x in (got, exact))
+    alike = got.flatten(0, 1) @ exact.flatten(0, 1).T
+    alike.fill_diagonal_(0.0)  # which are written there are no others'
+    return bool((alike[: gone.numel()][gone.flatten()].amax(-1) > ALIKE).any())
+
+
+def _and_again(trial: Trial) -> Trial:
+    """The call with as many sequences again behind its own, whose rows are those before."""
+    call, batch = trial.call, len(trial.call.query)
+    query, key, value, do = (torch.cat([x, x.roll(1, 2)]) for x in (
+        call.query, call.key, call.value, trial.grad_out))  # fmt: skip
+    mask = call.sees.mask
+    if mask is not None and mask.ndim == 4:
+        mask = mask.expand(batch, *mask.shape[1:]).repeat(2, 1, 1, 1)
+    both = replace(call, query=query, key=key, value=value, sees=replace(call.sees, mask=mask),
+                   shape=None)  # fmt: skip
+    return replace(trial, name=f"{trial.name}/two", call=both, grad_out=do)
+
+
 def _those(observed: Observed, other: Tensor, columns: Callable[[Tensor], Tensor], *,
            same: bool) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Which columns of a result are not its own but others', of the `same` number or of any, and
@@ -120,20 +164,13 @@ def _of_a_second(run: Run, trial: Trial, tensor: str) -> Others | None:
     """The same of a sequence alone, which has none of whose data it could be, where one follows."""
     if len(trial.call.key) > 1:
         return None
-    call = trial.call
-    query, key, value, do = (torch.cat([x, x.roll(1, 2)]) for x in (
-        call.query, call.key, call.value, trial.grad_out))  # fmt: skip
-    mask = call.sees.mask
-    if mask is not None and mask.ndim == 4:
-        mask = mask.expand(2, *mask.shape[1:])
-    both = replace(call, query=query, key=key, value=value, sees=replace(call.sees, mask=mask),
-                   shape=None)  # fmt: skip
-    two = replace(trial, name=f"{trial.name}/two", call=both, grad_out=do)
+    two = _and_again(trial)
     result = run(two)
     got = None if result is None else getattr(result, tensor)
     if got is None:
         return None
-    return _of_others(run, two, tensor, Observed.of(got, getattr(golden(both, do), tensor)))
+    exact = getattr(golden(two.call, two.grad_out), tensor)
+    return _of_others(run, two, tensor, Observed.of(got, exact))
 
 
 def _of_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Others | None:

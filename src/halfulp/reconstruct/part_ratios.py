@@ -4,16 +4,19 @@ power of its sum, the queries.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from halfulp.algorithms.problem import LOG2_E
-from halfulp.calls import Call
+from halfulp.calls import Call, Sees
 from halfulp.reconstruct.exact import scores_of
 
 EXPLAINED = 0.85  # of the factors' variance that what they go with must explain, and
 HALF = 0.5  # from row to row
 SOME = 24  # rows that are enough
+LEFT = 0.05  # of what hidden pairs add to sums, that they may leave
 
 
 def format_of_lse(call: Call, factors: Tensor, blocks: int) -> str:
@@ -81,3 +84,24 @@ def along_queries(call: Call, factors: Tensor) -> bool:
 def _lse_of_parts(call: Call, width: int) -> Tensor:
     """`[B, H, N, parts]`, of `width` keys each."""
     return torch.stack([x.logsumexp(-1) for x in torch.split(scores_of(call), width, -1)], -1)
+
+
+def hidden_counted(call: Call, log: Tensor, told: Tensor) -> bool:
+    """Whether one factor a row, as logarithms `[B, H, N]`, is what its sum makes of it that has all
+    pairs, those that are hidden as well.
+    """
+    mask = call.sees.mask
+    added = None if mask is None or mask.dtype == torch.bool else mask
+    every = scores_of(replace(call, sees=Sees(mask=added))).logsumexp(-1)
+    more = every - scores_of(call).logsumexp(-1)
+    left, size = ((x[told]).square().sum() for x in (log + more, more))
+    return bool(left < LEFT * size)
+
+
+def hides(call: Call) -> str:
+    """The cause that stands for what hides pairs; empty where nothing does."""
+    if call.sees.mask is not None:
+        return "mask"
+    if call.sees.window is not None:
+        return "window"
+    return "causal-mask" if call.sees.causal else ""

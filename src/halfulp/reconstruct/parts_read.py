@@ -18,6 +18,7 @@ from halfulp.reconstruct.panel import Trial
 
 WRONG = 0.05  # of O: an error from which it is asked how parts are merged
 LEFT = 0.1  # share of an error that weights of parts may leave, and
+RIGHT = 1e-4  # of it, that is nothing: of rules that leave as little the one of fewest parts
 BESIDE = 0.25  # of what one factor in each row leaves
 LONGEST = 128  # keys of a tile, as which a part of equal width is not taken
 CLEAR = 0.05  # of a part's weight: what is less is none
@@ -50,6 +51,7 @@ class Rule(NamedTuple):
     def text(self) -> str:
         """In words."""
         how = f"blocks of {self.width} in turn" if self.in_turn else "keys in a row"
+        how = "one by one in turn" if self.in_turn and self.width == 1 else how
         return f"{self.parts} parts of the keys ({how}) have other weights in O than their own"
 
 
@@ -61,6 +63,8 @@ def _rules() -> Iterator[Rule]:
             if parts < 5:
                 yield Rule(parts, width, in_turn=False)
             yield Rule(parts, width, in_turn=True)
+    for parts in (2, 4, 8, 16, 32):  # as lanes and vectors share them
+        yield Rule(parts, 1, in_turn=True)
 
 
 def merged(emulator: Emulator) -> tuple[str, str] | None:
@@ -82,7 +86,8 @@ def merged(emulator: Emulator) -> tuple[str, str] | None:
     told = [(median(found.values()), -len(found), rule) for rule, found in shares.items()]
     if not told or min(told)[0] > LEFT:
         return None
-    rule = min(told)[-1]
+    least = max(2 * min(told)[0], RIGHT)
+    rule = min((r for left, _, r in told if left <= least), key=lambda r: r.parts)
     shown = min(shares[rule], key=shares[rule].__getitem__)
     if _by_tiles(emulator, shares[rule]):
         return None

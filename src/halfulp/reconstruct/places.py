@@ -4,6 +4,7 @@ on which trials.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,12 +18,18 @@ from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
-from halfulp.reconstruct.others_read import of_memory, of_other_operands, reads_others
+from halfulp.reconstruct.others_read import (
+    of_memory,
+    of_no_grad_out,
+    of_other_operands,
+    reads_others,
+)
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
-from halfulp.reconstruct.suggested import exchanged, not_finite, silent_rows
+from halfulp.reconstruct.silent_read import silent_rows
+from halfulp.reconstruct.suggested import exchanged, not_finite
 from halfulp.reconstruct.unlike import OFF, Unlike, place_of
-from halfulp.reconstruct.weight_ratios import Read
+from halfulp.reconstruct.weight_ratios import COARSEST, Read
 
 FAR = 20.0  # times the model's error: no rounding
 MINOR = 2.0  # times it: what is gross elsewhere is said first
@@ -124,6 +131,10 @@ def unexplained(
             only if times > HARMFUL or common[0] else ("", ""),
             times > FAR or emulator.observed[worst, tensor].relative > LARGE,
         )
+        if tensor == "lse" and not read and cause in ("out-unexplained", *_ON_SIZES) and (
+            usual[worst, "out"].times < HARMFUL
+        ) and emulator.observed[worst, tensor].relative > COARSEST:  # fmt: skip
+            cause = "lse-other"  # O has the row sum right, and no format loses so much
         if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             cause = IN_GRADIENTS.get(cause, cause)
             sound = every.get((worst, "grad_query"))
@@ -219,13 +230,7 @@ def _told(
 ) -> tuple[str, str, bool, bool]:
     """The text, the cause, whether the trials alone tell it, and whether it was read."""
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
-    silent = _silent(emulator, trial, tensor, gross=gross)
-    operand = of_other_operands(trial, tensor, observed) if gross else ("", "")
-    memory = of_memory(emulator.run, trial, tensor, observed) if gross else ("", "")
-    counted = members_counted(trial, tensor, observed) if gross else ("", "")
-    moved = exchanged(observed)
-    moved = moved if moved[1] or not gross else misplaced(observed)
-    for text, key in silent, memory, counted, moved, operand:
+    for text, key in _by_numbers(emulator, trial, tensor, gross=gross):
         if key:
             return text, key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
@@ -260,6 +265,8 @@ def _told(
         if read.cause and read.cause != "accumulator":
             told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
             told_more |= {"scale"} if special == "ragged" else set()  # of some keys
+            # a sum that has other numbers than hidden ones is no matter of what hides them
+            told_more |= {"unnormalized"} if special == "causal-mask" else set()
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
@@ -279,6 +286,24 @@ def _told(
             cause = key
     alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
+
+
+def _by_numbers(
+    emulator: Emulator, trial: Trial, tensor: str, *, gross: bool
+) -> Iterator[tuple[str, str]]:
+    """What a result's numbers are beside exact ones, and beside those of other calls: in words,
+    with the cause.
+    """
+    observed = emulator.observed[trial.name, tensor]
+    yield _silent(emulator, trial, tensor, gross=gross)
+    if gross:
+        yield of_no_grad_out(emulator.run, trial, tensor, observed)
+        yield of_memory(emulator.run, trial, tensor, observed)
+        yield members_counted(trial, tensor, observed)
+    yield exchanged(observed)
+    if gross:
+        yield misplaced(observed)
+        yield of_other_operands(trial, tensor, observed)
 
 
 def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tuple[str, str]:

@@ -41,9 +41,9 @@ from halfulp.reconstruct.panel import Run, Trial, panel, some_heads
 from halfulp.reconstruct.places import OF_CALLS, Place, unexplained
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.result_read import STRUCTURE
+from halfulp.reconstruct.silent_read import is_zero
 from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
-from halfulp.reconstruct.suggested import is_zero
 from halfulp.runs.threads import own_thread
 from halfulp.targets import BHND, Target, device_named, in_its_form, run_target, target_of
 

@@ -1,5 +1,5 @@
-"""Faults that a kernel's own results suggest: which factor is on a scale or on a result, what was
-never written, which features or rows are others.
+"""Faults that a kernel's own results suggest: which factor is on a scale or on a result, which
+features or rows are others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.limits_read import cut_off
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
+from halfulp.reconstruct.silent_read import silent
 from halfulp.reconstruct.sums_read import of_division
 from halfulp.reconstruct.twists import Tensors
 
@@ -33,9 +34,7 @@ _EXP_RANGE = 87.0  # exp of more is no float32
 SOME = 16  # rows
 ROUGHLY = 0.1  # of a row, that rounding may make its error at most
 FAR = 5.0  # from 0, that scores lie whose exponentials may vanish
-FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 ULP = 2.0**-7  # of bf16: a result off by a smaller factor is one that is rounded to one side
-Results = Mapping[tuple[str, str], Observed]  # (trial, tensor)
 
 
 def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
@@ -121,54 +120,6 @@ def _exact_out(trial: Trial, factor: float) -> Tensor:
     return weights_of(call, scores_of(call)) @ value
 
 
-def silent(results: Results) -> list[Twist]:
-    """Results that are 0 where exact ones are not, in whole rows or, of some heads, in whole
-    columns: as never written, with the gradient that reaches them or without.
-    """
-    zero: dict[tuple[str, str], Tensor] = {}
-    for place, observed in results.items():
-        if place[1] == "lse" or place[0] == "small":  # what is small may round to 0
-            continue
-        gone = (observed.value == 0) & (observed.exact != 0)
-        rows, columns = gone.all(-1, keepdim=True), gone.all(-2, keepdim=True)
-        if bool(columns.any()) and not bool(columns.all(-1).any()):
-            zero[place] = columns.expand(gone.shape)
-        elif float(rows.float().mean()) > FEW:
-            zero[place] = rows.expand(gone.shape)
-    if not zero:
-        return []
-    found = []
-    names = dict.fromkeys(name for _, name in zero)
-    where = "; ".join(_which(zero, name) for name in names)
-    for key, told in (("", ""), ("-gone", ", and no gradient passes there")):
-        if key and "out" not in names:
-            continue
-
-        def turn(trial: Trial, key: str = key) -> Trial | None:
-            base = trial.name
-            if not any((base, name) in zero for name in names):
-                return None
-            gone = zero.get((base, "out"))
-            if key and gone is not None and gone.shape == trial.grad_out.shape:
-                return replace(trial, grad_out=trial.grad_out.masked_fill(gone, 0))
-            return replace(trial)
-
-        def back(trial: Trial, tensors: Tensors) -> Tensors:
-            changed = dict(tensors)
-            for name in tensors:
-                gone = zero.get((trial.name, name))
-                if gone is not None and gone.shape == tensors[name].shape:
-                    changed[name] = tensors[name].masked_fill(gone, 0)
-            return changed
-
-        # a part of the sequence that gradients lack has all of its features, and others not
-        part = not any(bool((gone[..., :1, :] == gone).all()) for gone in zero.values())
-        cause = "grad-tail" if part and "out" not in names else "unwritten"
-        found.append(Twist(f"silent{key}", f"results are never written: {where}{told}", cause,
-                           turn, back))  # fmt: skip
-    return found
-
-
 def vanished(emulator: Emulator) -> str:
     """Whether rows of O are 0, or not finite, by nothing but how far their scores lie from 0, as
     exponentials are that lack their row's maximum; in words.
@@ -224,31 +175,6 @@ def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
     return tensor, trial, text, cause
 
 
-def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:
-    """Where a result is 0, on the trial where most is."""
-    trial = max(
-        (t for t, n in zero if n == name), key=lambda t: float(zero[t, name].float().mean())
-    )
-    gone = zero[trial, name]
-    label = f"{SHORT[name]} on {trial}"
-    if not bool(gone.all(-1).any()):
-        columns = gone.flatten(0, -2).any(0).nonzero().flatten()
-        heads = gone.flatten(2).any(-1)
-        whose = "" if bool(heads.all()) else f" in {_heads(heads)}"
-        return f"{label}, features {ranges(columns)} of {gone.shape[-1]}{whose}"
-    rows = gone[..., 0]
-    heads = rows.all(-1)
-    if bool(heads.any()) and bool((rows == heads.unsqueeze(-1)).all()):
-        return f"{label}, {_heads(heads)}"
-    some = rows.flatten(0, 1).any(0).nonzero().flatten()
-    return f"{label}, rows {ranges(some)} of {rows.shape[-1]}"
-
-
-def _heads(marked: Tensor) -> str:
-    every = [f"({b}, {h})" for b, h in marked.nonzero().tolist()]
-    return f"heads (sequence, head) {', '.join(every[:4])}"
-
-
 def exchanged(observed: Observed) -> tuple[str, str]:
     """Features, rows or heads that are others of the exact result's, or all in another layout."""
     got, exact = observed.value, observed.exact
@@ -286,19 +212,6 @@ def exchanged(observed: Observed) -> tuple[str, str]:
     return "", ""
 
 
-def silent_rows(observed: Observed) -> tuple[str, str]:
-    """Rows that are 0 where exact ones are not."""
-    zero = (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
-    count = int(zero.sum())
-    lost = float((observed.exact.square() * zero[..., None]).sum())
-    if count == 0 or lost < 0.5 * observed.total:  # what rounds to 0 is not all that is off
-        return "", ""
-    heads = zero.all(-1)
-    if bool(heads.any()) and int(heads.sum()) * zero.shape[-1] == count:
-        return f"{int(heads.sum())} of {heads.numel()} heads are 0", "unwritten"
-    return f"{count} of {zero.numel()} rows are 0", "unwritten"
-
-
 class Fitted(NamedTuple):
     """A factor on a candidate that fits a result best."""
 
@@ -308,12 +221,6 @@ class Fitted(NamedTuple):
     heads: Tensor  # the factor of each head, `[B, H, 1, 1]`
     share_of_heads: float  # that these explain, and
     share_of_rows: float  # that one of each row would
-
-
-def is_zero(observed: Observed) -> bool:
-    """Whether nearly all of a result is 0 where the exact one is not."""
-    some = (observed.exact != 0) & observed.usable
-    return float((observed.value[some] == 0).double().mean()) > ALIKE if bool(some.any()) else False
 
 
 def factor_of(observed: Observed, candidate: Tensor) -> Fitted:
@@ -451,7 +358,7 @@ def more_in_sums(outs: Mapping[str, Observed], trials: Mapping[str, Trial]) -> l
 
 def hints(emulator: Emulator) -> tuple[Twist, ...]:
     """Twists that the kernel's own results suggest: few, so that they are tried in every search."""
-    found = silent(emulator.observed)
+    found = silent(emulator)
     outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
     for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
         found += fitted_scales(emulator.trials[name], outs[name])

@@ -19,6 +19,8 @@ from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.part_ratios import (
     along_queries,
     format_of_lse,
+    hidden_counted,
+    hides,
     power_of_sums,
     where_it_grows,
 )
@@ -81,6 +83,8 @@ def compared_ratios(
                 return Read(f"each row has a factor that is cut to {bits} bits of mantissa, as the"
                             " reciprocal of its sum", "reciprocal")  # fmt: skip
             return Read(f"the weights are cut to {bits} bits of mantissa", "weights")
+        if not (little or backward) and hidden_counted(call, rows.squeeze(-1), told):
+            return Read("each row's sum has the pairs as well that are hidden", hides(call))
         if not little and (read := _of_a_short_sum(call, rows.squeeze(-1), told)):
             return read
         if backward and not little and (read := _of_parts_of_lse(call, rows.squeeze(-1), told)):

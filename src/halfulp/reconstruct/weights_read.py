@@ -17,6 +17,7 @@ from halfulp.calls import Call
 from halfulp.reconstruct.exact import logarithms, scores_of, weights_of
 from halfulp.reconstruct.keys_read import in_their_place
 from halfulp.reconstruct.panel import Run, Trial
+from halfulp.reconstruct.part_ratios import hides
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.weight_ratios import (
     FEW_ROWS,
@@ -121,7 +122,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 cause = "split-merge"  # a part that is lost, whatever it weighs
             if marked is extra and not bool((exact[marked.any(-1)] != 0).any()):
                 cause = "masked-row"  # which sees nothing at all
-            elif marked is extra and (own := _mask_cause(call)):
+            elif marked is extra and (own := hides(call)):
                 cause = own  # what is hidden is a matter of what hides it
             if backward and call.groups > 1 and pattern.startswith("heads"):
                 cause = "group-sum"
@@ -193,7 +194,7 @@ def in_backward(cause: str) -> str:
 def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
     """Which pairs are marked, by the simplest coordinate that tells them from the others."""
     b, h, i, j = (c.expand_as(marked) for c in coordinates(marked))
-    masked = _mask_cause(call)
+    masked = hides(call)
     if masked and int(marked.sum()) > 0.97 * int(possible.sum()):
         return "all pairs", masked
     one_of_many = "unwritten" if bool((marked.any(-1) == marked.all(-1)).all()) else "other-data"
@@ -254,14 +255,6 @@ def _at_random(marked: Tensor, possible: Tensor) -> bool:
         if not 0.7 < float(spread[count > FEW_ROWS].std()) < 1.3:
             return False
     return 0 < share < 0.9
-
-
-def _mask_cause(call: Call) -> str:
-    if call.sees.mask is not None:
-        return "mask"
-    if call.sees.window is not None:
-        return "window"
-    return "causal-mask" if call.sees.causal else ""
 
 
 def _told_by(coordinate: Tensor, marked: Tensor, possible: Tensor) -> Tensor | None:

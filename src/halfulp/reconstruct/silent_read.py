@@ -1,0 +1,137 @@
+"""Results that are 0 where exact ones are not: never written, written over, or read past an end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from halfulp.reconstruct.emulating import SHORT, Emulator, Twist
+from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.moved_read import over_the_end
+from halfulp.reconstruct.others_read import among_more
+from halfulp.reconstruct.panel import Trial, simplicity
+from halfulp.reconstruct.ranges import ranges
+from halfulp.reconstruct.twists import Tensors
+
+MOSTLY = 0.98  # of a result is 0: all of it is
+FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
+HALF = 0.5  # of an error, that rows which are 0 must hold
+FEATURES = 0.25  # of it, that features must, whose numbers others may hold
+
+
+def silent(emulator: Emulator) -> list[Twist]:
+    """Results that are 0 where exact ones are not, in whole rows or, of some heads, in whole
+    columns: as never written, with the gradient that reaches them or without.
+    """
+    zero: dict[tuple[str, str], Tensor] = {}
+    for place, observed in emulator.observed.items():
+        if place[1] == "lse" or place[0] == "small":  # what is small may round to 0
+            continue
+        gone = (observed.value == 0) & (observed.exact != 0)
+        rows, columns = gone.all(-1, keepdim=True), gone.all(-2, keepdim=True)
+        if bool(columns.any()) and not bool(columns.all(-1).any()):
+            zero[place] = columns.expand(gone.shape)
+        elif float(rows.float().mean()) > FEW:
+            zero[place] = rows.expand(gone.shape)
+    if not zero:
+        return []
+    found = []
+    names = dict.fromkeys(name for _, name in zero)
+    where = "; ".join(_which(zero, name) for name in names)
+    width, beyond = over_the_end(zero), _beyond_the_end(emulator, zero)
+    if width:
+        where += f", as many as the last {width} of the head before reach beyond its end"
+    elif beyond:
+        where += ", which are others' where more sequences follow"
+    for key, told in (("", ""), ("-gone", ", and no gradient passes there")):
+        if key and "out" not in names:
+            continue
+
+        def turn(trial: Trial, key: str = key) -> Trial | None:
+            base = trial.name
+            if not any((base, name) in zero for name in names):
+                return None
+            gone = zero.get((base, "out"))
+            if key and gone is not None and gone.shape == trial.grad_out.shape:
+                return replace(trial, grad_out=trial.grad_out.masked_fill(gone, 0))
+            return replace(trial)
+
+        def back(trial: Trial, tensors: Tensors) -> Tensors:
+            changed = dict(tensors)
+            for name in tensors:
+                gone = zero.get((trial.name, name))
+                if gone is not None and gone.shape == tensors[name].shape:
+                    changed[name] = tensors[name].masked_fill(gone, 0)
+            return changed
+
+        # a part of the sequence that gradients lack has all of its features, and others not
+        part = not any(bool((gone[..., :1, :] == gone).all()) for gone in zero.values())
+        cause = "grad-tail" if part and "out" not in names else "unwritten"
+        if width or beyond:
+            cause = "other-data"
+        found.append(Twist(f"silent{key}", f"results are never written: {where}{told}", cause,
+                           turn, back))  # fmt: skip
+    return found
+
+
+def _beyond_the_end(emulator: Emulator, zero: Mapping[tuple[str, str], Tensor]) -> bool:
+    """Whether heads that are 0 on the simplest call with such heads are others' among more."""
+    heads = {key: gone.flatten(2).all(-1) for key, gone in zero.items()}
+    some = [key for key, gone in heads.items() if bool(gone.any()) and not bool(gone.all())]
+    if not some:
+        return False
+    trial, tensor = min(some, key=lambda key: simplicity(key[0]))
+    return among_more(emulator.run, emulator.trials[trial], tensor, heads[trial, tensor])
+
+
+def _which(zero: Mapping[tuple[str, str], Tensor], name: str) -> str:
+    """Where a result is 0, on the trial where most is."""
+    trial = max(
+        (t for t, n in zero if n == name), key=lambda t: float(zero[t, name].float().mean())
+    )
+    gone = zero[trial, name]
+    label = f"{SHORT[name]} on {trial}"
+    if not bool(gone.all(-1).any()):
+        columns = gone.flatten(0, -2).any(0).nonzero().flatten()
+        heads = gone.flatten(2).any(-1)
+        whose = "" if bool(heads.all()) else f" in {_heads(heads)}"
+        return f"{label}, features {ranges(columns)} of {gone.shape[-1]}{whose}"
+    rows = gone[..., 0]
+    heads = rows.all(-1)
+    if bool(heads.any()) and bool((rows == heads.unsqueeze(-1)).all()):
+        return f"{label}, {_heads(heads)}"
+    some = rows.flatten(0, 1).any(0).nonzero().flatten()
+    return f"{label}, rows {ranges(some)} of {rows.shape[-1]}"
+
+
+def _heads(marked: Tensor) -> str:
+    every = [f"({b}, {h})" for b, h in marked.nonzero().tolist()]
+    return f"heads (sequence, head) {', '.join(every[:4])}"
+
+
+def silent_rows(observed: Observed) -> tuple[str, str]:
+    """Rows, or features in every row, that are 0 where exact ones are not."""
+    gone = (observed.value == 0) & (observed.exact != 0)
+    features = gone.flatten(0, -2).all(0)
+    if bool(features.any()) and not bool(features.all()):
+        lost = float(observed.exact[..., features].square().sum())
+        if lost > FEATURES * observed.total:  # the others may hold what these should
+            told = ranges(features.nonzero().flatten())
+            return f"features {told} of {len(features)} are 0", "unwritten"
+    zero = (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
+    count = int(zero.sum())
+    lost = float((observed.exact.square() * zero[..., None]).sum())
+    if count == 0 or lost < HALF * observed.total:  # what rounds to 0 is not all that is off
+        return "", ""
+    heads = zero.all(-1)
+    if bool(heads.any()) and int(heads.sum()) * zero.shape[-1] == count:
+        return f"{int(heads.sum())} of {heads.numel()} heads are 0", "unwritten"
+    return f"{count} of {zero.numel()} rows are 0", "unwritten"
+
+
+def is_zero(observed: Observed) -> bool:
+    """Whether nearly all of a result is 0 where the exact one is not."""
+    some = (observed.exact != 0) & observed.usable
+    return bool(some.any()) and float((observed.value[some] == 0).double().mean()) > MOSTLY
