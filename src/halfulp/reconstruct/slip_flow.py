@@ -1,9 +1,11 @@
-"""Tiled attention in float32, forward and backward, with at most one step done wrongly."""
+"""Tiled attention in float32, forward and backward, with one step done wrongly: in as many ways at
+once as are asked for, along a dimension before all others.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -38,14 +40,22 @@ class Tiles(NamedTuple):
 USUAL = Tiles(64, 64)
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tiles of rows one after another, some of which no slip has reached."""
+    most = max(parts, key=torch.Tensor.dim)
+    ways = most.shape[:-4]
+    return torch.cat([x.expand(*ways, *x.shape[-4:]) for x in parts], -2)
+
+
 class Flow:
-    """Tiled attention on one trial, with at most one slip at a time."""
+    """Tiled attention on one trial, with slips of at most one stage at a time."""
 
     def __init__(self, trial: Trial, tiles: Tiles) -> None:
         call = trial.call
-        self.slip: Slip | None = None
+        self.slips: Sequence[Slip] = ()
+        self.stage = ""
         self.memory, self.kept = (
-            dict[str, Memory](),
+            dict[tuple[str, int], Memory](),
             dict[str, Tensor](),
         )  # what no slip reaches is computed once
         self.call, self.groups, self.from_weights = call, call.groups, tiles.from_weights
@@ -67,13 +77,16 @@ class Flow:
     def _filled(self, x: Tensor, tiles: list[slice]) -> Tensor:
         return functional.pad(x.float(), (0, 0, 0, tiles[-1].stop - x.shape[2]))
 
-    def results(self, slip: Slip | None) -> dict[str, Tensor]:
-        """Those of the pass that the slip is made in; all without one."""
-        self.slip = slip
+    def results(self, slips: Sequence[Slip] = ()) -> dict[str, Tensor]:
+        """Those of the pass that the slips, of one stage, are made in, a way each; of both passes
+        without any.
+        """
+        assert len({slip.stage for slip in slips}) <= 1
+        self.slips, self.stage = slips, slips[0].stage if slips else ""
         self.memory.clear()
-        if slip is None or slip.stage in FORWARD_STAGES:
+        if not slips or self.stage in FORWARD_STAGES:
             made = self.forward()
-            if slip is not None:
+            if slips:
                 return made
             self.lse, self.out = made["lse"], made["out"]
             self.delta = self._delta(self.do)
@@ -82,19 +95,23 @@ class Flow:
 
     def once(self, key: str, reached: frozenset[str], make: Callable[[], Tensor]) -> Tensor:
         """What is the same as without a slip where none of these stages has one."""
-        if self.slip is not None and self.slip.stage in reached:
+        if self.stage in reached:
             return make()
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
 
     def at(self, name: str, x: Tensor, rows: slice, cols: slice | None = None) -> Tensor:
-        """A stage's value, with the slip where that is it."""
-        if self.slip is None or self.slip.stage not in (name, JOINT.get(name)):
+        """A stage's value, with the slips where that is theirs."""
+        if not self.stage or self.stage not in (name, JOINT.get(name)):
             return x
         cols = slice(0, self.nk) if cols is None else cols
-        memory = self.memory.setdefault(name, {})
-        return self.slip.made(x, Tile(rows, cols, self.n, self.nk, self.call.scale), memory)
+        tile = Tile(rows, cols, self.n, self.nk, self.call.scale)
+        ways = x.expand(len(self.slips), *x.shape[-4:])
+        return torch.stack([
+            slip.made(way, tile, self.memory.setdefault((name, i), {}))
+            for i, (slip, way) in enumerate(zip(self.slips, ways, strict=True))
+        ])  # fmt: skip
 
     def scores(self, q: Tensor, k: Tensor, rows: slice, cols: slice, back: str) -> Tensor:
         """Of one tile."""
@@ -109,7 +126,7 @@ class Flow:
         return self.scores(q, key, rows, cols, "")
 
     def _again(self, q: Tensor, k: Tensor, lse: Tensor, rows: slice, cols: slice) -> Tensor:
-        exponent = self.scores(q, k, rows, cols, "b_") - lse[:, :, rows]
+        exponent = self.scores(q, k, rows, cols, "b_") - lse[..., rows, :]
         return torch.exp(self.at("b_exponent", exponent, rows, cols))
 
     def _read(
@@ -117,7 +134,7 @@ class Flow:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """O, m and l as a tile takes them up; where O is kept divided it is multiplied by l."""
         for stage in ("statistics", "divided_statistics"):
-            if self.slip is not None and self.slip.stage == stage:
+            if self.stage == stage:
                 read, sum_ = self.at(stage, torch.cat([m, l], -1), rows, cols).chunk(2, -1)
                 if stage.startswith("divided"):
                     acc = acc * sum_ / torch.where(l == 0, 1.0, l)
@@ -129,8 +146,8 @@ class Flow:
         outs, lses = [], []
         for r in self.rows:
             q = self.at("query", self.q[:, :, r], r)
-            m, l = q.new_full((*q.shape[:3], 1), -math.inf), q.new_zeros((*q.shape[:3], 1))
-            acc = q.new_zeros((*q.shape[:3], self.v.shape[3]))
+            m, l = q.new_full((*q.shape[:-1], 1), -math.inf), q.new_zeros((*q.shape[:-1], 1))
+            acc = q.new_zeros((*q.shape[:-1], self.v.shape[3]))
             if self.call.sinks is not None:
                 m, l = m.fill_(0) + self.call.sinks.float().view(1, -1, 1, 1), l + 1
             for c in self.cols:
@@ -147,12 +164,12 @@ class Flow:
                 l, m = self.at("row_sum", l, r, c), new
                 p = self.at("weights_in_out", p, r, c)
                 acc = self.at("accumulator", acc * self.at("rescale_out", a, r, c) + p @ v, r, c)
-                if self.slip is not None and self.slip.stage == "divided_out":
+                if self.stage == "divided_out":
                     some = torch.where(l == 0, 1.0, l)
                     acc = self.at("divided_out", acc / some, r, c) * some
             outs.append(self.at("out", acc / torch.where(l == 0, 1.0, l), r))
             lses.append(self.at("lse", m + l.log(), r))
-        out, lse = (torch.cat(x, 2)[:, :, : self.n] for x in (outs, lses))
+        out, lse = (_joined(x)[..., : self.n, :] for x in (outs, lses))
         return {"out": out, "lse": lse}
 
     def _pairs(self, lse: Tensor, r: slice, c: slice) -> tuple[Tensor, ...]:
@@ -168,10 +185,10 @@ class Flow:
         return q, k, do, self.at("b_weights", p, r, c), self.at("dp", dp, r, c)
 
     def _more(self, lse: Tensor, r: slice) -> Tensor:
-        """What a slip adds to rowsum(P ∘ dP) of some queries."""
+        """What slips add to rowsum(P ∘ dP) of some queries."""
         made: list[Tensor | int] = []
-        slip = self.slip
-        for self.slip in (None, slip):
+        stage = self.stage
+        for self.stage in ("", stage):
             seen = [c for c in self.cols if not self.call.sees.hides(r, c)]
             pairs = (self._pairs(lse, r, c)[3:] for c in seen)
             made.append(sum((p * dp).sum(-1, keepdim=True) for p, dp in pairs))
@@ -180,28 +197,28 @@ class Flow:
         return more
 
     def _delta(self, grad_out: Tensor) -> Tensor:
-        return (grad_out[:, :, : self.n] * self.out).sum(-1, keepdim=True)
+        return (grad_out[..., : self.n, :] * self.out).sum(-1, keepdim=True)
 
     def backward(self) -> dict[str, Tensor]:
         """The gradients."""
         missing, delta = (0, 0, 0, self.rows[-1].stop - self.n), self.delta
-        if self.slip is not None and self.slip.stage == "every_grad_out" and not self.from_weights:
+        if self.stage == "every_grad_out" and not self.from_weights:
             made = [self.at("grad_out", self.do[:, :, r], r) for r in self.rows]
-            delta = self._delta(torch.cat(made, 2))
+            delta = self._delta(_joined(made))
             self.memory.clear()
         delta = functional.pad(self.at("delta", delta, slice(0, self.n)), missing)
         lse = functional.pad(self.lse, missing, value=math.inf)
-        lse = torch.cat([self.at("b_lse", lse[:, :, r], r) for r in self.rows], 2)
+        lse = _joined([self.at("b_lse", lse[:, :, r], r) for r in self.rows])
         lse = torch.where(lse == -math.inf, 0.0, lse)
-        if self.from_weights and self.slip is not None and self.slip.stage in _TO_DELTA:
-            delta = delta + torch.cat([self._more(lse, r) for r in self.rows], 2)
-        total = {name: torch.zeros_like(x) for name, x in zip(
-            GRADIENTS, (self.q, self.k, self.v), strict=True)}  # fmt: skip
-        wants = "" if self.slip is None else self.slip.stage
+        if self.from_weights and self.stage in _TO_DELTA:
+            delta = delta + _joined([self._more(lse, r) for r in self.rows])
+        of_tiles = zip(GRADIENTS, (self.q, self.k, self.v), (self.rows, self.cols, self.cols),
+                       strict=True)  # fmt: skip
+        sums = {n: {t.start: torch.zeros_like(x[:, :, t]) for t in some} for n, x, some in of_tiles}
         for by_key in (True, False):  # two kernels: tiles come in another order
-            if wants in (_OF_QUERIES if by_key else _OF_KEYS):
+            if self.stage in (_OF_QUERIES if by_key else _OF_KEYS):
                 for name in GRADIENTS[1:] if by_key else GRADIENTS[:1]:
-                    del total[name]  # they are right
+                    del sums[name]  # they are right
                 continue
             pairs = [(r, c) for c in self.cols for r in self.rows] if by_key else [
                 (r, c) for r in self.rows for c in self.cols]  # fmt: skip
@@ -209,7 +226,7 @@ class Flow:
                 if self.call.sees.hides(r, c):
                     continue
                 q, k, do, p, dp = self._pairs(lse, r, c)
-                ds = p * (dp - delta[:, :, r])
+                ds = p * (dp - delta[..., r, :])
                 if cap := self.call.softcap:
                     ds = ds * (1 - torch.tanh(q @ k.mT * self.call.scale / cap).square())
                 ds = self.at("ds", ds, r, c)
@@ -219,22 +236,26 @@ class Flow:
                     do = self.at("grad_out_in_dv", do, r, c)
                     for name, part, stage in (("grad_value", p.mT @ do, "dv_sum"),
                                               ("grad_key", own.mT @ q, "dk_sum")):  # fmt: skip
-                        x = total[name][:, :, c]
-                        x.copy_(self.at(stage, x + part, r, c))
+                        tile = sums[name]
+                        tile[c.start] = self.at(stage, tile[c.start] + part, r, c)
                 else:
-                    x = total["grad_query"][:, :, r]
+                    tile = sums["grad_query"]
                     ds, k = self.at("ds_in_dq", ds, r, c), self.at("key_in_dq", k, r, c)
-                    x.copy_(self.at("dq_sum", x + ds @ k, r, c))
-        for name, stage in zip(GRADIENTS, ("dq", "dk", "dv"), strict=True):
-            if name not in total:
-                continue
-            x = total[name]
-            x = x if stage == "dv" else x * self.call.scale
-            if wants == stage:
-                tiles = ([(t, slice(0, self.nk)) for t in self.rows] if stage == "dq" else
-                         [(slice(0, self.n), t) for t in self.cols])  # fmt: skip
-                x = torch.cat([self.at(stage, x[:, :, t[stage != "dq"]], *t) for t in tiles], 2)
-            if stage != "dq" and self.groups > 1:
-                x = sum_groups(x, self.groups)
-            total[name] = x[:, :, : self.n if stage == "dq" else self.nk]
-        return total
+                    tile[r.start] = self.at("dq_sum", tile[r.start] + ds @ k, r, c)
+        return {name: self._stored(stage, list(sums[name].values()))
+                for name, stage in zip(GRADIENTS, ("dq", "dk", "dv"), strict=True)
+                if name in sums}  # fmt: skip
+
+    def _stored(self, stage: str, tiles: list[Tensor]) -> Tensor:
+        """A gradient, of the sums of its tiles."""
+        tiles = tiles if stage == "dv" else [x * self.call.scale for x in tiles]
+        if self.stage == stage:
+            own, every = (self.rows, slice(0, self.nk)) if stage == "dq" else (
+                self.cols, slice(0, self.n))  # fmt: skip
+            where = ((t, every) if stage == "dq" else (every, t) for t in own)
+            tiles = [self.at(stage, x, *at) for x, at in zip(tiles, where, strict=True)]
+        x = _joined(tiles)
+        if stage != "dq" and self.groups > 1:
+            summed = sum_groups(x.flatten(0, -4), self.groups)
+            x = summed.view(*x.shape[:-3], *summed.shape[1:])
+        return x[..., : self.n if stage == "dq" else self.nk, :]

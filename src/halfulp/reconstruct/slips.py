@@ -1,13 +1,15 @@
-"""Which step of tiled attention a kernel does wrongly: every slip is computed on the dataflow, and
-held against what the kernel gave. What it does to the results is the difference of two runs.
+"""Which step of tiled attention a kernel does wrongly: every slip is computed on the dataflow,
+those of one stage side by side, and held against what the kernel gave. What it does to the results
+is the difference of two runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -59,20 +61,29 @@ OTHER_TILES = ((64, 64), (32, 64), (128, 64), (64, 32), (32, 32), (64, 128), (12
 NOWHERE = 0.985  # share left by the best multiple of what is no part of an error
 HALF = 0.5  # share left from which other tiles are tried
 DONE = 0.05  # share left: no part is looked for
+AT_ONCE = 8  # slips side by side: more of them leave the cache
 
 
 @lru_cache(maxsize=24)
 def _right(trial: Trial, tiles: Tiles) -> tuple[Flow, dict[str, Tensor]]:
     flow = Flow(trial, tiles)
-    return flow, flow.results(None)
+    return flow, flow.results()
+
+
+def _moved(trial: Trial, tiles: Tiles, slips: Sequence[Slip]) -> dict[str, Tensor]:
+    """What slips of one stage add to the results of their pass, `[slip, B, H, ...]`."""
+    flow, right = _right(trial, tiles)
+    made = flow.results(slips)
+    return {
+        name: (x - right[name]).nan_to_num(0.0, 0.0, 0.0).expand(len(slips), *right[name].shape)
+        for name, x in made.items()
+    }
 
 
 @lru_cache(maxsize=256)
-def _moved(trial: Trial, tiles: Tiles, slip: Slip) -> dict[str, Tensor]:
-    """What a slip adds to the results of its own pass."""
-    flow, right = _right(trial, tiles)
-    made = flow.results(slip)
-    moved = {name: (x - right[name]).nan_to_num(0.0, 0.0, 0.0) for name, x in made.items()}
+def _moved_by(trial: Trial, tiles: Tiles, slip: Slip) -> dict[str, Tensor]:
+    """What one slip adds to the tensors of its pass, as a kernel returns them."""
+    moved = {name: x[0] for name, x in _moved(trial, tiles, (slip,)).items()}
     return moved | ({"lse": moved["lse"].squeeze(-1)} if "lse" in moved else {})
 
 
@@ -83,7 +94,7 @@ def as_twist(slip: Slip, tiles: Tiles, region: Region | None = None) -> Twist:
         return replace(trial) if region is None or trial.name in region.heads else None
 
     def back(trial: Trial, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        moved = {n: x for n, x in _moved(trial, tiles, slip).items() if n in tensors}
+        moved = {n: x for n, x in _moved_by(trial, tiles, slip).items() if n in tensors}
         if region is not None:
             moved = {n: x * _mask(region, trial, x) for n, x in moved.items()}
         return tensors | {n: tensors[n] + x.to(tensors[n].dtype) for n, x in moved.items()}
@@ -150,11 +161,11 @@ def likeliest(
     stages = FORWARD_STAGES if tensors & {"out", "lse"} else tuple(STAGES)[len(FORWARD_STAGES) :]
     every: list[Held] = []
     if gross:
-        every = [holds(slip) for slip in _slips(trial, stages, region is not None)]
+        every = holds.all(_slips(trial, stages, region is not None))
     if region is not None:
         return sorted(every, key=_order)[:6]
     for mistake in FACTORS if gross else ():
-        first = [min((holds(Slip(s, mistake, factor=f)) for f in (1.25, 0.8)), key=_least)
+        first = [min(holds.all(Slip(s, mistake, factor=f) for f in (1.25, 0.8)), key=_least)
                  for s in stages if s not in TOGETHER]  # fmt: skip
         every += [holds.fitted(h.slip) for h in sorted(first, key=_least)[:FITTED]]
     tiny = [h.left for h in every if h.slip.mistake in FACTORS and abs(h.slip.factor) < LEAN]
@@ -171,12 +182,13 @@ def likeliest(
     if min(best).left > HALF:  # the order of sums may not have told the tiles
         widths = OTHER_TILES if coarse else OTHER_TILES[:1]
         others = (tiles._replace(rows=rows, cols=cols) for rows, cols in widths)
-        best += [_Errors(emulator, trial, other, seen, model)(Slip(stage, mistake))
-                 for other in others if other != tiles for stage in stages
-                 for mistake in ("stale", "row-1", "row+1")[: 1 if coarse else 3]]  # fmt: skip
+        moved = ("stale", "row-1", "row+1")[: 1 if coarse else 3]
+        for other in (x for x in others if x != tiles):
+            asked = _Errors(emulator, trial, other, seen, model)
+            best += asked.all(Slip(stage, mistake) for stage in stages for mistake in moved)
     # a number that is the call's scale is another one of other calls
-    best += [holds(replace(h.slip, mistake=mistake, factor=1.0)) for mistake in SCALED
-             for h in best if h.slip.mistake == "factor" and h.tiles == tiles]  # fmt: skip
+    best += holds.all(replace(h.slip, mistake=mistake, factor=1.0) for mistake in SCALED
+                      for h in best if h.slip.mistake == "factor" and h.tiles == tiles)  # fmt: skip
     clear = [h for h in best if h.slip.mistake not in FACTORS or abs(h.slip.factor - 1) > LEAN]
     return sorted(clear, key=_order)[:6]
 
@@ -227,19 +239,31 @@ class _Errors:
         self.of = {n: (u, e, w / max(total, 1e-300)) for n, (u, e, w) in self.of.items()}
 
     def __call__(self, slip: Slip) -> Held:
-        slip = replace(slip, rows=self.rows)
-        moved = _moved.__wrapped__(self.trial, self.tiles, slip)
-        along = size = 0.0
+        return self.all((slip,))[0]
+
+    def all(self, slips: Iterable[Slip]) -> list[Held]:
+        """Many, those of a stage side by side."""
+        found: list[Held] = []
+        for _, some in groupby(slips, key=lambda slip: slip.stage):
+            of_stage = [replace(slip, rows=self.rows) for slip in some]
+            for first in range(0, len(of_stage), AT_ONCE):
+                found += self._held(of_stage[first : first + AT_ONCE])
+        return found
+
+    def _held(self, slips: Sequence[Slip]) -> list[Held]:
+        moved = _moved(self.trial, self.tiles, slips)
+        along, size = torch.zeros(2, len(slips), dtype=torch.float64)
         for name, (usable, error, weight) in self.of.items():
             if name not in moved:
                 continue
-            x = moved[name].double()
-            x = torch.where(usable, x.unsqueeze(-1) if x.ndim == 3 else x, 0.0)
-            along += float((x * error).sum()) * weight
-            size += float(x.square().sum()) * weight
-        least = 1 - (along * along / size if size else 0.0)
-        return Held(1 - 2 * along + size, least, along / size if size else 0.0, slip,
-                    self.tiles)  # fmt: skip
+            x = torch.where(usable, moved[name].double(), 0.0)
+            along += (x * error).flatten(1).sum(1) * weight
+            size += x.square().flatten(1).sum(1) * weight
+        return [
+            Held(1 - 2 * a + s, 1 - (a * a / s if s else 0.0), a / s if s else 0.0, slip,
+                 self.tiles)
+            for slip, a, s in zip(slips, along.tolist(), size.tolist(), strict=True)
+        ]  # fmt: skip
 
     def fitted(self, slip: Slip) -> Held:
         """With the factor, or the threshold, that fits best."""
@@ -247,7 +271,7 @@ class _Errors:
             best, most = self(slip), math.inf if slip.mistake == "within" else SMALL
             for step in (4.0, 4.0, 2.0, 1.4, 1.2, 1.1):
                 near = (best.slip.factor * s for s in (step, 1 / step))
-                best = min(best, *(self(replace(slip, factor=f)) for f in near if f <= most))
+                best = min(best, *self.all(replace(slip, factor=f) for f in near if f <= most))
             return best
         if slip.mistake not in FACTORS:
             return self(slip)
@@ -257,7 +281,7 @@ class _Errors:
             best = min(best, self(replace(slip, factor=factor)))
         for step in (2.0, 1.4, 1.2) if best.left > DONE else ():  # what is exponentiated is no line
             near = (1 + (best.slip.factor - 1) * s for s in (step, 1 / step))
-            best = min(best, *(self(replace(slip, factor=f)) for f in near))
+            best = min(best, *self.all(replace(slip, factor=f) for f in near))
         if abs(best.slip.factor) < LEAN:
             later = ("later keys",) if slip.mistake == "grows" else ()
             gone = self(replace(slip, mistake="gone", factor=1.0, parts=(*slip.parts, *later)))
@@ -267,10 +291,10 @@ class _Errors:
     def roundings(self, stages: Sequence[str]) -> list[Held]:
         """Numbers of a stage that are coarse, or 0 where they are small."""
         some = [s for s in stages if s not in NOT_ROUNDED]
-        every = [self(Slip(stage, mistake)) for stage in some for mistake in (*FORMATS, *CODES)]
-        every += [self(Slip(s, mistake)) for s in stages if s in AT_MOST_1 for mistake in STEPS]
-        small = [self(Slip(stage, mistake, factor=start * by)) for stage in some
-                 for mistake, start in FLUSHED.items() for by in (1 / 16, 1.0)]  # fmt: skip
+        every = self.all(Slip(stage, m) for stage in some for m in (*FORMATS, *CODES))
+        every += self.all(Slip(s, mistake) for s in stages if s in AT_MOST_1 for mistake in STEPS)
+        small = self.all(Slip(stage, mistake, factor=start * by) for stage in some
+                         for mistake, start in FLUSHED.items() for by in (1 / 16, 1.0))  # fmt: skip
         near = sorted(small, key=_least)[:FITTED]
         return [*every, *small, *(self.fitted(h.slip) for h in near)]
 
@@ -283,14 +307,15 @@ class _Errors:
         found: list[Held] = []
         for whole in (h for h in near if h.least < NOWHERE):
             kind = whole.slip.mistake.rstrip("0123456789.")
-            found += [self(replace(whole.slip, mistake=m)) for m in SIFTED if m.startswith(kind)]
-            parts = (self(replace(whole.slip, parts=(part,))) for part in PARTS)
+            found += self.all(replace(whole.slip, mistake=m)
+                              for m in SIFTED if m.startswith(kind))  # fmt: skip
+            parts = self.all(replace(whole.slip, parts=(part,)) for part in PARTS)
             found += [h for h in parts if h.left != whole.left]  # a part that is all is none
         two = self._nearest(found)
         if two and min(two).left > DONE:
-            two += self._nearest([self(replace(h.slip, parts=(*h.slip.parts, part)))
-                                  for h in two for part in PARTS
-                                  if part not in h.slip.parts])  # fmt: skip
+            two += self._nearest(self.all(replace(h.slip, parts=(*h.slip.parts, part))
+                                          for h in two for part in PARTS
+                                          if part not in h.slip.parts))  # fmt: skip
         return found + two
 
     def _nearest(self, found: Sequence[Held]) -> list[Held]:
