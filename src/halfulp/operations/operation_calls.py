@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,21 +98,30 @@ def drawn_calls(
     return OperationCalls(operation, dtype, operands, grads, options, chosen.manner)
 
 
-def defined(calls: OperationCalls, change: Change = exactly) -> Tensors:
-    """The definition's results and gradients in fp64, each step changed so."""
-    return _evaluated(calls, change, torch.float64)
+def defined(
+    calls: OperationCalls, change: Change = exactly, names: Collection[str] | None = None
+) -> Tensors:
+    """The definition's results and gradients in fp64, each step changed so, or those that have
+    these names.
+    """
+    return _evaluated(calls, change, torch.float64, () if change is exactly else names)
 
 
 def emulated(calls: OperationCalls, recipe: Rounding, seed: int = 0) -> Tensors:
     """The same in fp32 and a recipe's roundings, results and gradients rounded to their dtypes."""
-    return changed(calls, recipe.change(calls.dtype, seed))
+    return changed(calls, recipe.change(calls.dtype, seed), names=recipe.steps)
 
 
-def changed(calls: OperationCalls, change: Change, define: Define | None = None) -> Tensors:
-    """The same with each step changed so, each result and gradient too: as `result_NAME`; of
-    another definition where one is given.
+def changed(
+    calls: OperationCalls,
+    change: Change,
+    define: Define | None = None,
+    names: Collection[str] | None = None,
+) -> Tensors:
+    """The same with each step changed so, or those that have these names, each result and gradient
+    too: as `result_NAME`; of another definition where one is given.
     """
-    found = _evaluated(calls, change, torch.float32, define)
+    found = _evaluated(calls, change, torch.float32, names, define)
     dtypes = {name: kinds[0] for name, (_, kinds) in calls.expected().items()}
     return {
         name: change(f"result_{name}", x).to(dtypes.get(name, x.dtype)) for name, x in found.items()
@@ -120,9 +129,13 @@ def changed(calls: OperationCalls, change: Change, define: Define | None = None)
 
 
 def _evaluated(
-    calls: OperationCalls, change: Change, compute: torch.dtype, define: Define | None = None
+    calls: OperationCalls,
+    change: Change,
+    compute: torch.dtype,
+    names: Collection[str] | None,
+    define: Define | None = None,
 ) -> Tensors:
-    operation, step = calls.operation, Steps(change)
+    operation, step = calls.operation, Steps(change, names)
     leaves = [x.name for x in operation.differentiable] if calls.grads else []
     stacked: dict[str, list[Tensor]] = {}
     for number in range(calls.count):

@@ -195,8 +195,10 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
                 return where(way, way.formats[name](value), recipe(name, value))
         return recipe(name, value)
 
+    names = {*base.steps, *(name for way in ways for name in (*way.steps, *way.formats))}
     with running_as:
-        found = changed(calls, change, define)
+        eager = any(way.eager is not None for way in ways)  # sees every step
+        found = changed(calls, change, define, None if eager else names)
     for way in ways:
         if way.results is not None:
             other = way.results(found)
