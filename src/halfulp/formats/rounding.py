@@ -90,10 +90,10 @@ def running_sums(x: Tensor, fmt: Format) -> Tensor:
     found = compiled.running_sums(x, fmt)
     if found is not None:
         return found
-    totals = [torch.zeros_like(x[:1])]
-    for term in x.split(1):
+    totals = [torch.zeros_like(x[0])]
+    for term in x.unbind():
         totals.append(round_to(totals[-1] + term, fmt))
-    return torch.cat(totals)[1:]
+    return torch.stack(totals)[1:]
 
 
 def _native_dtype(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> torch.dtype | None:

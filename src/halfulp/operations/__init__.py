@@ -28,7 +28,7 @@ from halfulp.operations.operation_data import (
 )
 from halfulp.operations.operation_sizes import probe_of, size_rows
 from halfulp.operations.reading import ATTENTION, operation_named, operation_names
-from halfulp.operations.recorded import Recorded, Unlike
+from halfulp.operations.recorded import Recorded, UnlikeError
 from halfulp.operations.seam import (
     OF_DTYPE,
     OPERAND,
@@ -60,7 +60,7 @@ __all__ = [
     "Sizes",
     "Steps",
     "Tensors",
-    "Unlike",
+    "UnlikeError",
     "changed",
     "defined",
     "disturbed",

@@ -33,7 +33,7 @@ class _Node(NamedTuple):
     written: tuple[int, ...]
 
 
-class Unlike(Exception):
+class UnlikeError(Exception):
     """What is changed has other operations; it is evaluated anew."""
 
 
@@ -77,7 +77,7 @@ class _One:
     def _like(self, number: int, value: Tensor) -> Tensor:
         own = self.values[number]
         if value.shape != own.shape or value.dtype != own.dtype:
-            raise Unlike
+            raise UnlikeError
         return value
 
     def _below(self, changed: frozenset[object]) -> list[_Node]:
@@ -94,7 +94,7 @@ class _One:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps every operator and step; `Unlike` where these may hang on numbers."""
+    """Keeps every operator and step; `UnlikeError` where these may hang on numbers."""
 
     def __init__(self, change: Change) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -130,9 +130,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _keep(self, func: Any, args: Any, options: dict[str, Any], found: Any) -> None:
         made = found if isinstance(found, (list, tuple)) else (found,)
-        numbered = all(isinstance(x, Tensor) for x in made)
-        if func._schema.is_mutable or not numbered or torch.Tag.nondeterministic_seeded in func.tags:
-            raise Unlike
+        numbers = any(not isinstance(x, Tensor) for x in made)
+        if numbers or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+            raise UnlikeError
         self._node(func, args, options, made)
 
     def _node(self, of: Any, args: Any, options: dict[str, Any], made: Any) -> None:
@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Recorded:
     """The results of some calls in one arithmetic, to be made again with some of it changed.
 
-    Raises `Unlike` where a definition's operations hang on numbers.
+    Raises `UnlikeError` where a definition's operations hang on numbers.
     """
 
     def __init__(self, calls: OperationCalls, change: Change, compute: torch.dtype) -> None:

@@ -409,7 +409,7 @@ class Judge:
         most = [share + self.held.most((way,)) for _, share, way in rivals]
         for base, share, way in rivals:
             if max(scores, default=-1.0) >= max(most[len(scores) :]):
-                break  # none of the others does better, and of those as good an earlier one is named
+                break  # no later one does better, and of those as good an earlier one is named
             fits.append(self.held.fit(base, (way,)))
             scores.append(share + fits[-1])
         rows = list(zip(rivals, fits, scores, strict=False))

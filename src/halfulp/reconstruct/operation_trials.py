@@ -19,7 +19,7 @@ from halfulp.operations import (
     Recorded,
     Rounding,
     Tensors,
-    Unlike,
+    UnlikeError,
     changed,
     disturbed,
 )
@@ -361,10 +361,7 @@ class Trial:
         return made | {n: torch.where(here, self.exact[n], made[n])
                        for n, here in self.spared.items() if n in made}  # fmt: skip
 
-
-    def _found(
-        self, calls: OperationCalls, base: Rounding, chosen: tuple[Way, ...]
-    ) -> Tensors:
+    def _found(self, calls: OperationCalls, base: Rounding, chosen: tuple[Way, ...]) -> Tensors:
         key = ("recorded", base.name, bool(calls.grads))
         kept = self.known.get(key, 0)
         if type(kept) is int and all(way.may_be_in_part for way in chosen):
@@ -373,7 +370,7 @@ class Trial:
             if kept == OFTEN and STOCHASTIC not in base.steps.values():
                 self.known[key] = kept = Recorded(calls, base.change(calls.dtype), torch.float32)
             return computed(calls, base, chosen, kept if isinstance(kept, Recorded) else None)
-        except Unlike:
+        except UnlikeError:
             return computed(calls, base, chosen)
 
 
