@@ -54,7 +54,7 @@ struct Numbers {
   const void* x;
   void* y;
   long count, parts;
-  int wide;      // rounding: doubles; exponential: base 2
+  int wide;      // rounding, running sums: doubles; exponential: base 2
   long columns;  // of a row, of which there are `count`
   const halfulp_format* format;
   const float* out;  // with what follows: of a residual
@@ -74,6 +74,7 @@ struct Emulations {
   void (*backward)(const Emulation&, long unit, char* scratch);
   void (*delta)(const Emulation&, long unit, char* scratch);
   void (*round)(const Numbers&, long unit, char*);
+  void (*running)(const Numbers&, long unit, char*);
   void (*exp)(const Numbers&, long unit, char*);
   void (*row_sum)(const Numbers&, long unit, char*);
   void (*residual)(const Numbers&, long unit, char*);

@@ -64,6 +64,15 @@ void halfulp_round(int32_t isa, int32_t threads, int32_t wide, const halfulp_for
   spread(numbers, emulations_for(isa).round, 0, numbers.parts, threads);
 }
 
+void halfulp_running(int32_t isa, int32_t threads, int32_t wide, const halfulp_format* format, const void* x, void* y,
+                     int64_t terms, int64_t sums) {
+  Numbers numbers{};
+  numbers.x = x, numbers.y = y, numbers.count = terms, numbers.columns = sums;
+  numbers.parts = least_of(sums, parts_of(terms * sums, threads));
+  numbers.wide = wide, numbers.format = format;
+  spread(numbers, emulations_for(isa).running, 0, numbers.parts, threads);
+}
+
 void halfulp_exp(int32_t isa, int32_t threads, int32_t base2, const float* x, float* y, int64_t n) {
   Numbers numbers{};
   numbers.x = x, numbers.y = y, numbers.count = n, numbers.parts = parts_of(n, threads), numbers.wide = base2;

@@ -448,6 +448,22 @@ static void round_part(const Numbers& call, long unit, char*) {
                                  range.size());
 }
 
+template <class Real>
+static void running_sums(const Numbers& call, Range columns) {
+  const Rounder<Real> round(*call.format);
+  const Real* x = static_cast<const Real*>(call.x);
+  Real* y = static_cast<Real*>(call.y);
+  for (long k = 0; k < call.count; ++k, x += call.columns, y += call.columns) {
+    for (long j = columns.from; j < columns.to; ++j) y[j] = (k ? y[j - call.columns] : 0) + x[j];
+    round(y + columns.from, columns.size());
+  }
+}
+
+static void running_part(const Numbers& call, long unit, char*) {
+  const Range columns = part(call.columns, unit, call.parts);
+  call.wide ? running_sums<double>(call, columns) : running_sums<float>(call, columns);
+}
+
 static void exp_part(const Numbers& call, long unit, char*) {
   const Range range = part(call.count, unit, call.parts);
   const float* x = static_cast<const float*>(call.x) + range.from;
@@ -509,8 +525,8 @@ static void product_part(const Product& p, long unit, char* scratch) {
 }
 
 static const Emulations emulations = {emulate_bytes, emulate_forward, emulate_backward, emulate_delta,
-                                      round_part,    exp_part,        row_sum_part,     residual_part,
-                                      product_bytes, product_part};
+                                      round_part,    running_part,    exp_part,         row_sum_part,
+                                      residual_part, product_bytes,   product_part};
 
 }  // namespace HALFULP_ISA
 }  // namespace halfulp

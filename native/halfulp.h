@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { HALFULP_ABI = 4 };
+enum { HALFULP_ABI = 5 };
 enum halfulp_isa {
   HALFULP_PORTABLE = 0,
   HALFULP_AVX2 = 1,
@@ -151,6 +151,9 @@ HALFULP_API const char* halfulp_step_name(int32_t step);  // null past the last
 // `n` numbers (float, or double if `wide`) rounded; y may be x.
 HALFULP_API void halfulp_round(int32_t isa, int32_t threads, int32_t wide, const halfulp_format* format, const void* x,
                                void* y, int64_t n);
+// The sums of x [terms, sums] as they run from 0, each rounded after every term; y is not x.
+HALFULP_API void halfulp_running(int32_t isa, int32_t threads, int32_t wide, const halfulp_format* format,
+                                 const void* x, void* y, int64_t terms, int64_t sums);
 // e^x, or 2^x if `base2`, in float64 and rounded once; y may be x.
 HALFULP_API void halfulp_exp(int32_t isa, int32_t threads, int32_t base2, const float* x, float* y, int64_t n);
 // The residual of O, exact - out, in `bits` bits of half an ulp of `out` each way: in units of 2^-bits ulp; O below

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 Isa = Literal["portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 ISAS: tuple[str, ...] = get_args(Isa)
 BEST_ISA = -1  # in place of a number: the best that this machine has
-_ABI = 4
+_ABI = 5
 _TYPES: dict[str, Any] = {
     "i": ctypes.c_int32,
     "u": ctypes.c_uint32,

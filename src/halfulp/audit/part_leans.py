@@ -40,7 +40,7 @@ def directions(calls: OperationCalls, truth: Tensors, known: Known | None = None
         def grown(name: str, exact: Tensor, step: str = step) -> Tensor:
             return exact.detach() * (1 + _BY) if name == step else exact.detach()
 
-        moved = defined(calls, grown)
+        moved = defined(calls, grown, (step,))
         for name, own in found.items():
             if known is not None and step not in known[name]:
                 continue

@@ -29,7 +29,7 @@ from halfulp.formats.format import (
     custom,
 )
 from halfulp.formats.names import FORMATS, dtype_named, parse_format
-from halfulp.formats.rounding import is_representable, round_to, ulp
+from halfulp.formats.rounding import is_representable, round_to, running_sums, ulp
 
 __all__ = [
     "BF16",
@@ -61,5 +61,6 @@ __all__ = [
     "is_representable",
     "parse_format",
     "round_to",
+    "running_sums",
     "ulp",
 ]

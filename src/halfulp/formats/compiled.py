@@ -1,5 +1,5 @@
 """Rounding in the native library: one pass over the memory for any scalar format, bit for bit what
-`general` gives.
+`general` gives; of numbers, and of sums as they run.
 """
 
 from __future__ import annotations
@@ -44,6 +44,18 @@ def rounded(x: Tensor, fmt: Format, rounding: Rounding, isa: int = BEST_ISA) -> 
     """`x` (float32 or float64) rounded, contiguous; None where the library is missing or does not
     take the call.
     """
+    return _called("halfulp_round", x, fmt, rounding, isa, x.numel())
+
+
+def running_sums(x: Tensor, fmt: Format, isa: int = BEST_ISA) -> Tensor | None:
+    """The sums of x `[terms, ...]` from 0 on, each rounded after every term; None as above."""
+    size = (x.shape[0], x[0].numel()) if len(x) else (0, 0)
+    return _called("halfulp_running", x, fmt, fmt.rounding, isa, *size)
+
+
+def _called(
+    name: str, x: Tensor, fmt: Format, rounding: Rounding, isa: int, *size: int
+) -> Tensor | None:
     # a subclass may have no memory of its own to read from
     if type(x) is not Tensor or x.device.type != "cpu" or missing() is not None:
         return None
@@ -52,10 +64,10 @@ def rounded(x: Tensor, fmt: Format, rounding: Rounding, isa: int = BEST_ISA) -> 
         return None
     x = x.contiguous()
     out = torch.empty_like(x)
-    call = function("halfulp_round", "iiipppl")
+    call = function(name, "iiippp" + "l" * len(size))
     wide, pointers = (
         x.dtype is torch.float64,
         (ctypes.addressof(spec), x.data_ptr(), out.data_ptr()),
     )
-    call(isa, torch.get_num_threads(), wide, *pointers, x.numel())
+    call(isa, torch.get_num_threads(), wide, *pointers, *size)
     return out

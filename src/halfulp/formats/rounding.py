@@ -85,6 +85,17 @@ def round_to(
     return round_general(x.contiguous(), fmt, mode, seed, offset)
 
 
+def running_sums(x: Tensor, fmt: Format) -> Tensor:
+    """Return the sums of x `[terms, ...]` as they run from 0, rounded to fmt after every term."""
+    found = compiled.running_sums(x, fmt)
+    if found is not None:
+        return found
+    totals = [torch.zeros_like(x[0])]
+    for term in x.unbind():
+        totals.append(round_to(totals[-1] + term, fmt))
+    return torch.stack(totals)[1:]
+
+
 def _native_dtype(fmt: Format, rounding: Rounding, dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype whose cast from `dtype` is bit-equal, or None.
 

@@ -13,6 +13,7 @@ from halfulp.operations.operation_calls import (
     drawn_calls,
     emulated,
     first_calls,
+    in_own_dtypes,
     sizes_of,
 )
 from halfulp.operations.operation_data import (
@@ -27,6 +28,7 @@ from halfulp.operations.operation_data import (
 )
 from halfulp.operations.operation_sizes import probe_of, size_rows
 from halfulp.operations.reading import ATTENTION, operation_named, operation_names
+from halfulp.operations.recorded import Recorded, UnlikeError
 from halfulp.operations.seam import (
     OF_DTYPE,
     OPERAND,
@@ -53,10 +55,12 @@ __all__ = [
     "OperationProbe",
     "OperationResult",
     "Output",
+    "Recorded",
     "Rounding",
     "Sizes",
     "Steps",
     "Tensors",
+    "UnlikeError",
     "changed",
     "defined",
     "disturbed",
@@ -64,6 +68,7 @@ __all__ = [
     "emulated",
     "exactly",
     "first_calls",
+    "in_own_dtypes",
     "operation_named",
     "operation_names",
     "probe_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,21 +98,34 @@ def drawn_calls(
     return OperationCalls(operation, dtype, operands, grads, options, chosen.manner)
 
 
-def defined(calls: OperationCalls, change: Change = exactly) -> Tensors:
-    """The definition's results and gradients in fp64, each step changed so."""
-    return _evaluated(calls, change, torch.float64)
+def defined(
+    calls: OperationCalls, change: Change = exactly, names: Collection[str] | None = None
+) -> Tensors:
+    """The definition's results and gradients in fp64, each step changed so, or those that have
+    these names.
+    """
+    return _evaluated(calls, change, torch.float64, () if change is exactly else names)
 
 
 def emulated(calls: OperationCalls, recipe: Rounding, seed: int = 0) -> Tensors:
     """The same in fp32 and a recipe's roundings, results and gradients rounded to their dtypes."""
-    return changed(calls, recipe.change(calls.dtype, seed))
+    return changed(calls, recipe.change(calls.dtype, seed), names=recipe.steps)
 
 
-def changed(calls: OperationCalls, change: Change, define: Define | None = None) -> Tensors:
-    """The same with each step changed so, each result and gradient too: as `result_NAME`; of
-    another definition where one is given.
+def changed(
+    calls: OperationCalls,
+    change: Change,
+    define: Define | None = None,
+    names: Collection[str] | None = None,
+) -> Tensors:
+    """The same with each step changed so, or those that have these names, each result and gradient
+    too: as `result_NAME`; of another definition where one is given.
     """
-    found = _evaluated(calls, change, torch.float32, define)
+    return in_own_dtypes(calls, change, _evaluated(calls, change, torch.float32, names, define))
+
+
+def in_own_dtypes(calls: OperationCalls, change: Change, found: Tensors) -> Tensors:
+    """Results changed as `result_NAME` and rounded to their dtypes."""
     dtypes = {name: kinds[0] for name, (_, kinds) in calls.expected().items()}
     return {
         name: change(f"result_{name}", x).to(dtypes.get(name, x.dtype)) for name, x in found.items()
@@ -120,36 +133,53 @@ def changed(calls: OperationCalls, change: Change, define: Define | None = None)
 
 
 def _evaluated(
-    calls: OperationCalls, change: Change, compute: torch.dtype, define: Define | None = None
+    calls: OperationCalls,
+    change: Change,
+    compute: torch.dtype,
+    names: Collection[str] | None,
+    define: Define | None = None,
 ) -> Tensors:
-    operation, step = calls.operation, Steps(change)
-    leaves = [x.name for x in operation.differentiable] if calls.grads else []
     stacked: dict[str, list[Tensor]] = {}
     for number in range(calls.count):
-        x = {
-            name: t[number].to(compute) if t.is_floating_point() else t[number]
-            for name, t in calls.operands.items()
-        }
-        for name in leaves:
-            x[name].requires_grad_()
-        with torch.set_grad_enabled(bool(leaves)):
-            results = (define or operation.define)(step, x, calls.options)
-        if lacking := [r.name for r in operation.results if r.name not in results]:
-            raise ValueError(
-                f"op={operation.folder!r}: define gives {', '.join(results)}; expected"
-                f" {', '.join(lacking)} too, as RESULTS says"
-            )
-        if leaves:
-            outs = [results[name.removeprefix("grad_")] for name in calls.grads]
-            given = [g[number].to(o.dtype) for g, o in zip(calls.grads.values(), outs, strict=True)]
-            grads = gradients_of(outs, given, [x[name] for name in leaves])
-            for name, grad in zip(leaves, grads, strict=True):
-                if grad is None:
-                    raise ValueError(f"{operation.name}: no result depends on {name}")
-                results[f"grad_{name}"] = grad
-        for name, t in results.items():
-            stacked.setdefault(name, []).append(t.detach())
+        given = given_to(calls, number, compute)
+        for name, t in evaluated(calls, Steps(change, names), given, define).items():
+            stacked.setdefault(name, []).append(t)
     return {name: torch.stack(parts) for name, parts in stacked.items()}
+
+
+def given_to(calls: OperationCalls, number: int, compute: torch.dtype) -> Tensors:
+    """What one of the calls is given, as it is computed with: operands and gradients."""
+    return {
+        name: t[number].to(compute) if t.is_floating_point() else t[number]
+        for name, t in (calls.operands | calls.grads).items()
+    }
+
+
+def evaluated(
+    calls: OperationCalls, step: Steps, given: Tensors, define: Define | None = None
+) -> Tensors:
+    """The results and gradients of the definition for what one of the calls is given."""
+    operation = calls.operation
+    leaves = [x.name for x in operation.differentiable] if calls.grads else []
+    x = {name: given[name] for name in calls.operands}
+    for name in leaves:
+        x[name].requires_grad_()
+    with torch.set_grad_enabled(bool(leaves)):
+        results = (define or operation.define)(step, x, calls.options)
+    if lacking := [r.name for r in operation.results if r.name not in results]:
+        raise ValueError(
+            f"op={operation.folder!r}: define gives {', '.join(results)}; expected"
+            f" {', '.join(lacking)} too, as RESULTS says"
+        )
+    if leaves:
+        outs = [results[name.removeprefix("grad_")] for name in calls.grads]
+        reach = [given[n].to(out.dtype) for n, out in zip(calls.grads, outs, strict=True)]
+        grads = gradients_of(outs, reach, [x[name] for name in leaves])
+        for name, grad in zip(leaves, grads, strict=True):
+            if grad is None:
+                raise ValueError(f"{operation.name}: no result depends on {name}")
+            results[f"grad_{name}"] = grad
+    return {name: t.detach() for name, t in results.items()}
 
 
 def first_calls(calls: OperationCalls, count: int) -> OperationCalls:

@@ -9,7 +9,7 @@ itself).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -90,13 +90,18 @@ def _rounded_blocks(x: Tensor, fmt: BlockFormat) -> Tensor:
 
 
 class Steps:
-    """A seam that changes every step, and the gradient that comes back to it, by one function."""
+    """A seam that changes every step, and the gradient that comes back to it, by one function; or
+    those of these names alone, since a node of autograd costs ten times what it computes here.
+    """
 
-    def __init__(self, change: Change) -> None:
-        self.change = change
+    def __init__(self, change: Change, names: Collection[str] | None = None) -> None:
+        self.change, self.names = change, names
 
     def __call__(self, name: str, exact: Tensor) -> Tensor:
         """The step's value as it is changed; a gradient passes as if it were not."""
+        own = self.names
+        if own is not None and name not in own and f"grad_{name}" not in own:
+            return exact
         if not exact.requires_grad:
             return self.change(name, exact)
         changed: Tensor = _Changed.apply(exact, name, self.change)  # type: ignore[no-untyped-call]

@@ -49,7 +49,7 @@ def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator
     _, define, steps = max(forms, key=lambda form: share(form[0]))
     for name in steps:
         text = f"{both} {low}, from {said(name)} on"
-        for leaves in (False, True):
+        for leaves in (False, True) if calls.grads else (False,):  # they are of gradients
             ran = partial(_ran, define, calls.dtype, name, leaves)
             yield Way("step-low", text, eager=ran)
 

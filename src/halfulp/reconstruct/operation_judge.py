@@ -403,10 +403,16 @@ class Judge:
         del rivals[MOST:]
         if best < FURTHER:
             return rivals[0], 0.0, ()
-        fits = [self.held.fit(base, (way,)) for base, _, way in rivals]
-        scores = [one[1] + fit for one, fit in zip(rivals, fits, strict=True)]
         order = {id(way): (self._rank(way), number) for number, (_, _, way) in enumerate(found)}
-        rows = list(zip(rivals, fits, scores, strict=True))
+        rivals.sort(key=lambda one: order[id(one[2])])
+        fits, scores = list[float](), list[float]()
+        most = [share + self.held.most((way,)) for _, share, way in rivals]
+        for base, share, way in rivals:
+            if max(scores, default=-1.0) >= max(most[len(scores) :]):
+                break  # no later one does better, and of those as good an earlier one is named
+            fits.append(self.held.fit(base, (way,)))
+            scores.append(share + fits[-1])
+        rows = list(zip(rivals, fits, scores, strict=False))
         alike = [row for row in rows if row[2] >= max(scores) - equal]
         named = min(alike, key=lambda row: order[id(row[0][2])])
         rows.sort(key=lambda row: (row is not named, -row[2]))

@@ -36,6 +36,11 @@ class Others:
         shares = (self._weight(t) * self._share(t, base, chosen) for t in others)
         return sum(shares) / max(1, len(others))
 
+    def most(self, chosen: tuple[Way, ...]) -> float:
+        """What that is at most: these ways explain all that fails."""
+        others = [t for t in self.trials if t.knows(chosen)]
+        return sum(self._weight(t) for t in others if t.failing) / max(1, len(others))
+
     def predicts(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """The mean share of the error that ways explain on the other calls that fail as badly."""
         weighed = [(self._weight(t), t) for t in self.as_bad if t.knows(chosen)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halfulp.formats import BF16, FP16, FP64, Format, round_to
+from halfulp.formats import BF16, FP16, FP64, Format, round_to, running_sums
 from halfulp.operations import (
     OF_DTYPE,
     OperationCalls,
@@ -96,18 +96,10 @@ def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
     places = torch.arange(len(parts)) * block
     if how == "parts":
         return found.index_copy_(dim, places, parts.movedim(0, dim))
-    short = _SHORT.get(fmt) if x.dtype is torch.float32 else None
-    totals = [torch.zeros_like(parts[0])]
-    for part in parts.unbind():
-        total = totals[-1] + part
-        totals.append(total.to(short).float() if short else round_to(total, fmt))
     # a sum that has overflowed stays so
-    moved = torch.stack(totals).diff(dim=0).nan_to_num(0.0, torch.inf, -torch.inf)
+    moved = running_sums(parts, fmt).diff(dim=0, prepend=torch.zeros_like(parts[:1]))
+    moved = moved.nan_to_num(0.0, torch.inf, -torch.inf)
     return found.index_copy_(dim, places, moved.movedim(0, dim))
-
-
-# torch's own conversions round as these formats do, at a third of the cost
-_SHORT = {BF16: torch.bfloat16, FP16: torch.float16}
 
 
 def _is_summed(some: OperationCalls, exact: Tensors, name: str, dim: int) -> bool:
@@ -116,7 +108,7 @@ def _is_summed(some: OperationCalls, exact: Tensors, name: str, dim: int) -> boo
     def gathered(own: str, exact: Tensor) -> Tensor:
         return running(exact, FP64, dim, 4) if own == name else exact
 
-    other = defined(some, gathered)
+    other = defined(some, gathered, (name,))
     finite = {n: x.isfinite() for n, x in exact.items()}
     return all(
         torch.allclose(other[n][finite[n]], x[finite[n]], rtol=1e-9, atol=1e-12)

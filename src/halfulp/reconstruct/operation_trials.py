@@ -16,8 +16,10 @@ from halfulp.operations import (
     STOCHASTIC,
     OperationCalls,
     OperationResult,
+    Recorded,
     Rounding,
     Tensors,
+    UnlikeError,
     changed,
     disturbed,
 )
@@ -37,6 +39,7 @@ ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in 
 NEAR_WIDE = 1e-4  # the same in float32, where nothing is rounded to less
 NEAR = 0.03  # of its size, by which steps that are rounded otherwise may put a tensor off
 LITTLE = 0.1  # share of an error below which it does not matter how little a way explains
+OFTEN = 6  # ways tried of a call, from which on its evaluation is recorded
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
 
 
@@ -234,9 +237,9 @@ class Trial:
     def knows(self, chosen: tuple[Way, ...]) -> bool:
         """Whether the definition has a step of these ways on this call."""
         names = {name for way in chosen for name in (*way.steps, *way.formats)}
-        if "steps" not in self.known:
+        if names and "steps" not in self.known:
             self.known["steps"] = dict.fromkeys(shapes_of_steps(self.calls), torch.zeros(()))
-        known = self.known["steps"]
+        known = self.known.get("steps", {})
         return not names or any(n in known or n.startswith((OPERAND, RESULT)) for n in names)
 
     def unexplained(self, base: Rounding, chosen: tuple[Way, ...]) -> set[str]:
@@ -347,7 +350,7 @@ class Trial:
         self, calls: OperationCalls, base: Rounding, chosen: tuple[Way, ...]
     ) -> Tensors | None:
         try:
-            found = computed(calls, base, chosen)
+            found = self._found(calls, base, chosen)
         except (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError,
                 ValueError):  # fmt: skip
             return None
@@ -357,6 +360,18 @@ class Trial:
         made = {name: found[name].double() for name in self.kernel if name in names}
         return made | {n: torch.where(here, self.exact[n], made[n])
                        for n, here in self.spared.items() if n in made}  # fmt: skip
+
+    def _found(self, calls: OperationCalls, base: Rounding, chosen: tuple[Way, ...]) -> Tensors:
+        key = ("recorded", base.name, bool(calls.grads))
+        kept = self.known.get(key, 0)
+        if type(kept) is int and all(way.may_be_in_part for way in chosen):
+            self.known[key] = kept = kept + 1
+        try:
+            if kept == OFTEN and STOCHASTIC not in base.steps.values():
+                self.known[key] = kept = Recorded(calls, base.change(calls.dtype), torch.float32)
+            return computed(calls, base, chosen, kept if isinstance(kept, Recorded) else None)
+        except UnlikeError:
+            return computed(calls, base, chosen)
 
 
 def moving(name: str) -> Way:

@@ -22,11 +22,13 @@ from halfulp.operations import (
     OF_DTYPE,
     PLACE,
     OperationCalls,
+    Recorded,
     Rounding,
     Tensors,
     changed,
     defined,
     first_calls,
+    in_own_dtypes,
     sizes_of,
 )
 from halfulp.reconstruct.operation_mistakes import (
@@ -136,7 +138,12 @@ def _on(calls: OperationCalls, way: Way) -> Way:
     return way
 
 
-def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Tensors:
+def computed(
+    calls: OperationCalls,
+    base: Rounding,
+    ways: tuple[Way, ...],
+    recorded: Recorded | None = None,  # what `base` makes of these calls
+) -> Tensors:
     """The results and gradients of a kernel that is `base` but for these ways."""
     recipe, define = base.change(calls.dtype), calls.operation.define
     running_as: AbstractContextManager[Any] = nullcontext()
@@ -195,8 +202,13 @@ def computed(calls: OperationCalls, base: Rounding, ways: tuple[Way, ...]) -> Te
                 return where(way, way.formats[name](value), recipe(name, value))
         return recipe(name, value)
 
-    with running_as:
-        found = changed(calls, change, define)
+    names = {name for way in ways for name in (*way.steps, *way.formats)}
+    if recorded is not None and all(way.may_be_in_part for way in ways):
+        found = in_own_dtypes(calls, change, recorded.again(calls, change, names))
+    else:
+        eager = any(way.eager is not None for way in ways)  # sees every step
+        with running_as:
+            found = changed(calls, change, define, None if eager else {*base.steps, *names})
     for way in ways:
         if way.results is not None:
             other = way.results(found)
