@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfulp.formats import Format
 from halfulp.operations import DTYPES, OF_DTYPE, Define, OperationCalls
 from halfulp.reconstruct.operation_mistakes import rounded
-from halfulp.reconstruct.operation_ways import TOLD, Way, said, shapes_of_steps
+from halfulp.reconstruct.operation_steps import said, shapes_of_steps
+from halfulp.reconstruct.operation_ways import TOLD, Way
 
 
 def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator[Way]:

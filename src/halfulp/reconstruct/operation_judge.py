@@ -24,12 +24,9 @@ from halfulp.reconstruct.operation_regions import (
 )
 from halfulp.reconstruct.operation_rewritten import rewritten_ways
 from halfulp.reconstruct.operation_stages import common_ways, rarer_ways, ways_of_results
+from halfulp.reconstruct.operation_steps import RESULT, shapes_of_steps
 from halfulp.reconstruct.operation_trials import Trial
-from halfulp.reconstruct.operation_ways import (
-    RESULT,
-    Way,
-    shapes_of_steps,
-)
+from halfulp.reconstruct.operation_ways import Way
 
 EXPLAINS = 0.5  # share of the error from which on a way is named
 ALL = 0.995  # share from which on eager code is all that is looked at

@@ -20,12 +20,9 @@ from halfulp.operations import (
     sizes_of,
 )
 from halfulp.reconstruct.operation_mistakes import Region, fitting
+from halfulp.reconstruct.operation_steps import RESULT
 from halfulp.reconstruct.operation_trials import Trial, square
-from halfulp.reconstruct.operation_ways import (
-    RESULT,
-    Way,
-    random_ways,
-)
+from halfulp.reconstruct.operation_ways import Way, random_ways
 
 CALLS = 9  # of a kernel, and of every step's noise
 MOST = 0.3  # share of an error that differs from call to call, from which on noise is the question

@@ -18,15 +18,15 @@ from torch import Tensor
 from halfulp.operations import OperationCalls, Rounding, Tensors, defined, first_calls, sizes_of
 from halfulp.reconstruct.operation_mistakes import Region, padded
 from halfulp.reconstruct.operation_rewritten import scaled_definitions
-from halfulp.reconstruct.operation_trials import NEAR, Trial
-from halfulp.reconstruct.operation_ways import (
+from halfulp.reconstruct.operation_steps import (
     OPERAND,
     RESULT,
-    Way,
     said,
     shapes_of_steps,
     values_of_steps,
 )
+from halfulp.reconstruct.operation_trials import NEAR, Trial
+from halfulp.reconstruct.operation_ways import Way
 
 BY = 0.05  # of its size, by which a number is moved to see what hangs on it
 CLOSER = 0.02  # of a step, where it was too large

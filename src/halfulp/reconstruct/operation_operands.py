@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from halfulp.operations import OperationCalls, Tensors, sizes_of
 from halfulp.reconstruct.operation_mistakes import BLOCKS, LIMITS, padded
-from halfulp.reconstruct.operation_ways import OPERAND, Natural, Way, put, said, values_of_steps
+from halfulp.reconstruct.operation_steps import OPERAND, said, values_of_steps
+from halfulp.reconstruct.operation_ways import Natural, Way, put
 
 
 def operand_ways(calls: OperationCalls) -> Iterator[Way]:

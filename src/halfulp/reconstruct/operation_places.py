@@ -16,8 +16,9 @@ from torch import Tensor
 from halfulp.operations import OperationCalls, Rounding, sizes_of
 from halfulp.reconstruct.operation_called import trial
 from halfulp.reconstruct.operation_read import steps_read
+from halfulp.reconstruct.operation_steps import said, shapes_of_steps
 from halfulp.reconstruct.operation_trials import BROKEN, Run, Trial
-from halfulp.reconstruct.operation_ways import Condition, Way, said, shapes_of_steps
+from halfulp.reconstruct.operation_ways import Condition, Way
 from halfulp.targets.manner import PLAIN
 
 BY = 0.05  # of its size, by which a step is moved to see what hangs on it

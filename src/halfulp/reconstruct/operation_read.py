@@ -21,8 +21,9 @@ from halfulp.formats import Format
 from halfulp.operations import OperationCalls, Rounding
 from halfulp.reconstruct.operation_mistakes import cut, flushed, rounded
 from halfulp.reconstruct.operation_numbers import numbered, times, values_of, with_constant
+from halfulp.reconstruct.operation_steps import OPERAND, RESULT, said, shapes_of_steps
 from halfulp.reconstruct.operation_trials import Trial
-from halfulp.reconstruct.operation_ways import OPERAND, RESULT, Way, put, said, shapes_of_steps
+from halfulp.reconstruct.operation_ways import Way, put
 
 BY = 0.05  # of its size, by which a step is moved to see what hangs on it
 UNKNOWNS = 0.6  # of the numbers that fail, which the values of such a step may be at most

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from halfulp.operations import OperationCalls, Rounding, sizes_of
 from halfulp.reconstruct.operation_mistakes import Region, fitting, regions
+from halfulp.reconstruct.operation_steps import shapes_of_steps
 from halfulp.reconstruct.operation_trials import BROKEN, Trial
-from halfulp.reconstruct.operation_ways import Way, shapes_of_steps
+from halfulp.reconstruct.operation_ways import Way
 
 NOISY = 2.0  # times the squares that rounding makes, which are no error yet
 CLOSER = 0.25  # times the square of the distance: as one of two ways makes it, not the other

@@ -24,11 +24,8 @@ from halfulp.operations import (
     exactly,
     first_calls,
 )
-from halfulp.reconstruct.operation_ways import (
-    Way,
-    said,
-    shapes_of_steps,
-)
+from halfulp.reconstruct.operation_steps import said, shapes_of_steps
+from halfulp.reconstruct.operation_ways import Way
 from halfulp.runs.threads import threads_outside
 
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # terms that are summed exactly before a sum is rounded

@@ -23,13 +23,8 @@ from halfulp.operations import (
     changed,
     disturbed,
 )
-from halfulp.reconstruct.operation_ways import (
-    OPERAND,
-    RESULT,
-    Way,
-    computed,
-    shapes_of_steps,
-)
+from halfulp.reconstruct.operation_steps import OPERAND, RESULT, shapes_of_steps
+from halfulp.reconstruct.operation_ways import Way, computed
 
 Run = Callable[[OperationCalls], OperationResult | None]
 

@@ -51,9 +51,15 @@ from halfulp.reconstruct.operation_mistakes import (
     roundings,
     shifts,
 )
+from halfulp.reconstruct.operation_steps import (
+    OPERAND,
+    RESULT,
+    said,
+    shapes_of_steps,
+    values_of_steps,
+)
 
 TOLD = 3  # steps that are named one by one
-OPERAND, RESULT = "operand_", "result_"  # before the names of what is read and written
 
 
 class Natural(IntEnum):
@@ -138,6 +144,18 @@ def _on(calls: OperationCalls, way: Way) -> Way:
     return way
 
 
+def _called_by(calls: OperationCalls, way: Way) -> OperationCalls:
+    """The calls with the options and operands that a way takes."""
+    if way.options:
+        calls = replace(calls, options={**calls.options, **way.options})
+    if way.operands is None:
+        return calls
+    given = {**calls.operands, **calls.grads}
+    given |= way.operands(given)
+    operands = {n: given[n] for n in calls.operands}
+    return replace(calls, operands=operands, grads={n: given[n] for n in calls.grads})
+
+
 def computed(
     calls: OperationCalls,
     base: Rounding,
@@ -180,13 +198,7 @@ def computed(
         define = way.define or define
         if way.within is not None:
             running_as = way.within()
-        if way.options:
-            calls = replace(calls, options={**calls.options, **way.options})
-        if way.operands is not None:
-            given = {**calls.operands, **calls.grads}
-            given |= way.operands(given)
-            operands = {n: given[n] for n in calls.operands}
-            calls = replace(calls, operands=operands, grads={n: given[n] for n in calls.grads})
+        calls = _called_by(calls, way)
     calls = replace(
         calls,
         operands={n: each(OPERAND + n, x) for n, x in calls.operands.items()},
@@ -448,39 +460,6 @@ def _counted(name: str, symbol: str, count: Callable[[int], int], calls: Operati
 def _size_for(name: str, symbol: str, calls: OperationCalls) -> Way:
     size = sizes_of(calls)[symbol]
     return Way("option", "", {name: lambda x: torch.full_like(x, size)})
-
-
-def said(name: str) -> str:
-    """A step, its gradient or a result in words."""
-    if name.startswith((OPERAND, RESULT)):
-        return name.removeprefix(OPERAND).removeprefix(RESULT)
-    back = "the gradient of " if name.startswith("grad_") else ""
-    return back + name.removeprefix("grad_").lstrip(PLACE)
-
-
-def shapes_of_steps(calls: OperationCalls, define: Any = None) -> dict[str, torch.Size]:
-    """The steps of the definition on these calls, forward and backward, and their shapes."""
-    shapes: dict[str, torch.Size] = {}
-
-    def seen(name: str, exact: Tensor) -> Tensor:
-        shapes.setdefault(name, exact.shape)  # a step of both passes may be transposed in the other
-        return exact
-
-    changed(first_calls(calls, 1), seen, define)
-    return {n: shape for n, shape in shapes.items() if not n.startswith(RESULT)}
-
-
-def values_of_steps(calls: OperationCalls) -> Tensors:
-    """What the steps of the forward pass are on the first of these calls."""
-    values: Tensors = {}
-
-    def seen(name: str, exact: Tensor) -> Tensor:
-        if not name.startswith("grad_"):
-            values[name] = exact.detach().float()
-        return exact
-
-    defined(first_calls(replace(calls, grads={}), 1), seen)
-    return values
 
 
 def _places(x: Tensor) -> Tensor:
