@@ -1,7 +1,7 @@
 """How often `halfulp reconstruct` names the right cause of a fault it was not written against.
 
-    python -m benchmarks.reconstruct_faults [--set first|…|twentysixth|table|wrapped] [--only NAME]
-        [--part I/N] [--json FILE]
+    python -m benchmarks.reconstruct_faults [--set first|…|twentyseventh|table|wrapped]
+        [--only NAME] [--part I/N] [--json FILE]
 
 Every set was frozen before the search saw it (docs/unseen.md has its first figures, docs/log.md the
 later ones), but for `table` and `wrapped`, which it was developed on; what counts as right is said
