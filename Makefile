@@ -22,11 +22,12 @@ LOWEST  := tests/formats tests/test_attention.py tests/attention/test_sdpa_seman
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lowest documents lint format hooks clean
+.PHONY: help demo test thorough lowest documents lint format hooks clean
 
 help:
 	@echo 'make demo    run the main job on this machine and write $(OUT)/report.html'
 	@echo 'make test    lint, types and tests'
+	@echo 'make thorough  every case of the tests, the long ones too'
 	@echo 'make lowest  the core tests on the oldest versions that are allowed'
 	@echo 'make lint    lint and types alone'
 	@echo 'make format  rewrite the tree in the format that lint expects'
@@ -41,6 +42,10 @@ demo: $(VENV)/.stamp-run
 # pytest comes last, so that its closing line ends the output.
 test: lint
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# What `test` runs some cases of alone: whole searches for causes, and every kernel of the zoos.
+thorough: $(VENV)/.stamp-dev
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --thorough
 
 # The core on the oldest versions that pyproject.toml allows, in an environment of its own.
 lowest: $(VENV)/.stamp-dev

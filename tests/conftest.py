@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,29 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="every case of tests that run long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test that is `thorough` the first cases alone, where not all of them are asked for."""
+    if config.getoption("--thorough"):
+        return
+    seen: Counter[str] = Counter()
+    left = []
+    for item in items:
+        if (mark := item.get_closest_marker("thorough")) is not None:
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if seen[test] > mark.kwargs["keep"]:
+                left.append(item)
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "thorough(keep): so many of its cases run by default")
     if native.missing():  # said once a process, whichever test comes first
         config.addinivalue_line(
             "filterwarnings", "ignore:halfulp.attention runs in plain PyTorch:RuntimeWarning"

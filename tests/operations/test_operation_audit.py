@@ -103,6 +103,7 @@ def a_few(op):
     return [faults[0], *few, next(kernel for kernel in own if not kernel.faulty)]
 
 
+@pytest.mark.thorough(keep=24)
 @pytest.mark.usefixtures("probes_alone")
 @pytest.mark.parametrize(
     "kernel",
@@ -273,6 +274,7 @@ def test_a_kernel_that_is_meant_for_hardly_any_call_is_not_called_sound():
     assert report.missing[0].startswith("declared as not meant for more than two thirds")
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("op", "fault", "key", "text"),
     [
@@ -361,6 +363,7 @@ def test_a_factor_of_a_slope_that_is_rounded_is_no_other_slope():
     assert report.causes[0].key == "coarser", report.evidence
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("steady", [True, False])
 def test_no_number_in_two_calls_is_no_difference_of_calls(steady):
     def absent(input, dim):

@@ -52,6 +52,7 @@ def dq_scaled_twice(query, key, value, is_causal=False, scale=None):
     return sdpa(query, key, value, is_causal=is_causal, scale=scale)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [

@@ -71,6 +71,7 @@ def _rope(x, positions, *, base, interleaved: Literal[False]):
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("op", "kernel", "since"),
     [
@@ -104,6 +105,7 @@ def _softmax_as_it_comes(x):
     return x.exp() / x.exp().sum(-1, keepdim=True)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "text"),
     [

@@ -130,6 +130,7 @@ def mask_of_first_rows(query, key, value, is_causal=False, scale=None, attn_mask
     return masked(query, key, value, is_causal, scale, attn_mask)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [

@@ -326,6 +326,7 @@ def padding_too(input, weight, padding_idx):
     return functional.embedding(input, weight)
 
 
+@pytest.mark.thorough(keep=5)
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "told"),
     [
@@ -380,6 +381,7 @@ def test_operands_that_are_cut_are_no_factor():
     assert (found.cause, found.text) == ("coarser", "what is read is cut to tf32")
 
 
+@pytest.mark.thorough(keep=0)
 def test_results_without_a_number_tell_of_no_cause():
     """Lanes that see no element: NaN in every row, as many mistakes make it."""
 

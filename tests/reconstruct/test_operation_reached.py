@@ -94,6 +94,7 @@ def test_codes_of_another_place_are_no_codes_that_are_rounded_otherwise():
     assert row % 32 == of % 32 // 16 + 2 * (of % 16)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("op", ["rms_norm", "softmax", "linear", "quantize", "router"])
 def test_of_a_sound_kernel_nothing_is_said(op):
     operation = operation_named(op)
@@ -145,6 +146,7 @@ def test_a_number_of_meaning_that_is_next_to_1_elsewhere_is_told():
     assert report.evidence[0].startswith("label_smoothing is taken V / (V − 1) times")
 
 
+@pytest.mark.thorough(keep=0)
 def test_a_sum_too_long_to_be_tried_on_the_worst_call_is_all_that_is_named():
     def short_sum(input, dim):
         powers = (input.float() - input.float().amax(-1, keepdim=True)).exp()
@@ -215,6 +217,7 @@ def test_a_product_in_place_of_a_quotient_is_no_factor():
     assert "lr * mean * size stands in place of lr * mean / size" in report.evidence[0]
 
 
+@pytest.mark.thorough(keep=0)
 def test_a_way_that_leaves_a_part_of_other_calls_is_not_named():
     def slope_of_the_activated(gate, up, *, approximate="none"):
         class Unit(torch.autograd.Function):

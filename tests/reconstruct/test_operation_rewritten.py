@@ -59,6 +59,7 @@ def low_lse(input, target, *, ignore_index=-100, reduction="none", label_smoothi
     return loss.to(input.dtype)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("op", "kernel", "dtype", "cause", "text"),
     [

@@ -75,6 +75,7 @@ def _in_parts(rows, parts, low):
     return whole.to(low)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("parts", [2, 8])
 def test_sums_of_parts_that_run_beside_each_other_are_told_with_how_many(parts):
     def kernel(input, normalized_shape, weight, bias, eps):

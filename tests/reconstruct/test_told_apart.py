@@ -528,6 +528,7 @@ def test_a_little_harm_of_one_call_is_a_cause_where_it_is_proven(left, count):
     assert bool(harmless) != bool(found)
 
 
+@pytest.mark.thorough(keep=0)
 def test_a_factor_that_a_twist_has_in_calls_of_another_width_is_no_one_number():
     """dQ has the scale twice in grouped calls, which are of two widths: one slip fits one alone."""
 

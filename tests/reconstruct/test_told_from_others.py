@@ -185,6 +185,7 @@ class LastTileOfQueriesLost(Kernel):
         return [rows for rows in super().query_blocks(cols) if rows.stop <= self.at.n]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [
@@ -205,6 +206,7 @@ def test_the_mistake_is_told_from_others_like_it(kernel, cause, told):
     assert {key for key, _ in named} == {cause}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("kernel", "cause"),
     [
@@ -227,6 +229,7 @@ def test_what_is_read_is_told_from_what_it_looks_like(kernel, cause):
     assert named[0] == cause
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("kernel", "cause", "dtype"),
     [
