@@ -54,7 +54,7 @@ def test_attention_written_by_hand_is_a_recipe():
 # fault → cause, what its text says, the results that it is in
 NAMED = {
     "lse_low": ("lse", "lse=bf16"),
-    "dv_weights_fp8": ("probabilities", "probabilities_operand=ocp_e4m3"),
+    "dv_weights_fp8": ("probabilities", "=ocp_e4m3"),  # P, or P as an operand: one number here
     "tail_dropped": ("key-tail", "block of 64"),
     "causal_sees_next": ("causal-mask", "queries 63 of every 64"),
 }
