@@ -22,7 +22,7 @@ from halfulp.audit.figures import (
     plain_figure,
     short,
 )
-from halfulp.audit.part_leans import Directions, Known, directions, part_leans, steps_of
+from halfulp.audit.part_leans import Directions, directions, part_leans
 from halfulp.formats import FP32
 from halfulp.operations import (
     DTYPES,
@@ -51,7 +51,7 @@ class OperationStandard:
     noise: dict[str, Tensor]  # root mean square an element, every step rounded by 1, by row
     stock: Measured
     floor: Measured
-    along: Known  # which steps leans are looked for along
+    along: Directions  # what leans are looked for along
 
 
 class Measures:
@@ -83,8 +83,8 @@ class OperationReferences(Measures):
 
     def measure(self, result: OperationResult) -> Measured:
         """What is measured of a target's result on this case."""
-        along = directions(self.inputs, self.truth, self.standard.along)
-        return _measured(result.tensors, self.inputs, self.truth, self.standard.noise, along)
+        of = self.standard
+        return _measured(result.tensors, self.inputs, self.truth, of.noise, of.along)
 
 
 def operation_standard(calls: OperationCalls, truth: Tensors) -> OperationStandard:
@@ -94,7 +94,7 @@ def operation_standard(calls: OperationCalls, truth: Tensors) -> OperationStanda
         _measured(emulated(calls, recipe), calls, truth, noise, along)
         for recipe in (calls.operation.stock, calls.operation.floor)
     )
-    return OperationStandard(noise, stock, floor, steps_of(along))
+    return OperationStandard(noise, stock, floor, along)
 
 
 def _rows(name: str, calls: OperationCalls, x: Tensor) -> int:
@@ -170,7 +170,8 @@ def _measured(
         if name in along:
             wide = noise[name].expand_as(off[:, 0]).reshape(difference.shape)
             symbols, unit = _symbols(name, calls), coarser.unit_roundoff
-            leans += part_leans(name, difference, along[name], wide, symbols, unit)
+            onto = {"": exact, **along[name]}
+            leans += part_leans(name, difference, onto, wide, symbols, unit)
         ulps[name] = error_in_ulps(difference, exact, fmt)
     return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
 

@@ -21,38 +21,31 @@ _BLOCK, _FIRST = 16, 8
 _FEWEST = 4  # calls, and places of a part: fewer say nothing
 
 Directions = dict[str, Tensors]
-"""By result and step."""
-Known = dict[str, tuple[str, ...]]
-"""By result the steps that have a direction of their own."""
+"""By result and step, in bf16: projections need no more, and they are kept on disk."""
 
 
-def directions(calls: OperationCalls, truth: Tensors, known: Known | None = None) -> Directions:
+def directions(calls: OperationCalls, truth: Tensors) -> Directions:
     """What each result `[calls, ...]` gains where every element of a step gains its own size; of
-    steps that move it alike the first alone, or those that are known. {} where no test is made: of
-    few calls, and in float32, where orders of sums lean.
+    steps that move it alike the first alone. {} where no test is made: of few calls, and in
+    float32, where orders of sums lean.
     """
     if calls.dtype == "float32" or next(iter(truth.values())).shape[0] < _FEWEST:
         return {}
     found: Directions = {n: {"": t} for n, t in truth.items() if t.is_floating_point()}
-    steps = _steps(calls) if known is None else {s: None for own in known.values() for s in own}
-    for step in steps:
+    for step in _steps(calls):
 
         def grown(name: str, exact: Tensor, step: str = step) -> Tensor:
             return exact.detach() * (1 + _BY) if name == step else exact.detach()
 
         moved = defined(calls, grown, (step,))
         for name, own in found.items():
-            if known is not None and step not in known[name]:
-                continue
             along = ((moved[name] - truth[name]) / _BY).nan_to_num_(0.0, 0.0, 0.0)
-            if known is not None or _is_new(along, own):
+            if _is_new(along, own):
                 own[step] = along
-    return found
-
-
-def steps_of(along: Directions) -> Known:
-    """The steps alone, which are kept where tensors are too large to be."""
-    return {name: tuple(step for step in own if step) for name, own in along.items()}
+    return {
+        name: {step: x.bfloat16().nan_to_num_(0.0, 0.0, 0.0) for step, x in own.items() if step}
+        for name, own in found.items()
+    }
 
 
 def _steps(calls: OperationCalls) -> dict[str, None]:
@@ -96,15 +89,17 @@ def _parts(symbol: str, n: int) -> tuple[list[str], Tensor]:
 def part_leans(
     name: str, off: Tensor, along: Tensors, noise: Tensor, symbols: list[str], unit: float
 ) -> list[Lean]:
-    """A result's error `[calls, ...]` projected on each direction, in each part, in unit roundoffs
-    of the step; noise as wide as the error: rows count by what rounding makes of them.
+    """A result's error `[calls, ...]` projected on each direction, and on itself as "", in each
+    part, in unit roundoffs of the step; noise as wide as the error: rows count by what rounding
+    makes of them.
     """
     found = []
     weight = torch.where(noise > 0, 1 / noise.square(), 0.0).nan_to_num_(0.0, 0.0, 0.0)
+    off, both = off * weight, off.new_empty(2, *off.shape)
     for step, direction in along.items():
-        direction = direction.nan_to_num(0.0, 0.0, 0.0)
-        weighed = direction * weight
-        both = torch.stack([off * weighed, direction * weighed])
+        wide = direction.double()
+        torch.mul(wide, off, out=both[0])
+        torch.mul(wide.square(), weight, out=both[1])
 
         def put(part: str, sums: Tensor, step: str = step) -> None:
             lean = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(1e-300), 0.0) / unit

@@ -243,7 +243,9 @@ def _edits(
 def _edited(tree: ast.Module, name: str, *edits: _Edit) -> CodeType | None:
     """A function's code with these in it."""
     for edit in edits:
-        _put(edit.parent, edit.field, edit.child, edit.at, edit.new)
+        # of what is new alone: a walk through the whole tree takes longer than its compilation
+        new = ast.fix_missing_locations(edit.new)
+        _put(edit.parent, edit.field, edit.child, edit.at, new)
     code = _compiled(tree, name)
     for edit in edits:
         _put(edit.parent, edit.field, edit.child, edit.at, edit.node)
@@ -302,7 +304,7 @@ def _put(parent: ast.AST, field: str, child: Any, at: int, node: ast.AST) -> Non
 
 def _compiled(tree: ast.Module, name: str) -> CodeType | None:
     flags = __future__.annotations.compiler_flag
-    whole = compile(ast.fix_missing_locations(tree), "<rewritten>", "exec", flags, True)
+    whole = compile(tree, "<rewritten>", "exec", flags, True)
     codes = [c for c in whole.co_consts if isinstance(c, CodeType) and c.co_name == name]
     return codes[0] if codes and not codes[0].co_freevars else None
 
