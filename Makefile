@@ -12,6 +12,9 @@ BIN     := $(VENV)/bin
 # Every install goes through the constraints, and builds use the pinned back end in $(VENV) rather than an isolated
 # environment, which would not see them.
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+# As pip does with all that it installs, except what is editable: every process would compile the package anew where
+# PYTHONDONTWRITEBYTECODE is set.
+COMPILE := $(BIN)/python -m compileall -q src
 SOURCES := pyproject.toml constraints.txt Makefile src/halfulp/__init__.py \
            native/CMakeLists.txt $(wildcard native/*.h native/*.hpp native/*.cpp)
 
@@ -106,8 +109,10 @@ $(VENV)/.stamp-backend: $(VENV)/pyvenv.cfg constraints.txt
 
 $(VENV)/.stamp-run: $(VENV)/.stamp-backend $(SOURCES)
 	@$(INSTALL) --no-build-isolation -e '.[lab]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-backend $(SOURCES)
 	@$(INSTALL) --no-build-isolation -e '.[dev,targets]'
+	@$(COMPILE)
 	@touch $@ $(VENV)/.stamp-run
