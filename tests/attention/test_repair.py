@@ -63,6 +63,7 @@ def test_another_seed_lives_with_the_kernel_that_is_chosen():
     assert abs(score) < 1.5
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_audit_finds_it_sound(kernel):
@@ -84,6 +85,7 @@ def test_every_difference_from_the_stock_recipe_is_taken_back_below():
     assert differ - changed == {"name", "base", "grad_value_from", "divisor_from"}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize("name", AUDITED)
 def test_the_audit_notices_a_missing_ingredient(name):

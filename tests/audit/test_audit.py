@@ -38,6 +38,7 @@ def quick(recipe: Recipe | str, **options):
     return audit(target(chosen, chosen.name), shapes=SMALL, explain=False, **options)
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("recipe", "verdict"),
     [
@@ -57,6 +58,7 @@ def test_verdicts_on_recipes(recipe, verdict):
     assert report.exit_code == (verdict == "defect")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize(
     "changes", [{"delta_from": "out"}, {"row_sum_from": "exact"}, {"residual_bits": 2}]
@@ -65,12 +67,14 @@ def test_one_ingredient_of_the_halfulp_recipe_less_is_no_longer_sound(changes):
     assert quick(BF16_HALFULP.with_(**changes)).verdict != "sound"
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize(("dtype", "recipe"), [("float16", "FP16_FLOOR"), ("float32", "FP32")])
 def test_other_dtypes(dtype, recipe):
     assert quick(recipe, dtype=dtype).verdict == "sound"
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize("name", ["sdpa:math", "halfulp:torch", "halfulp"])
 def test_kernels_that_sum_in_another_order_are_sound_in_float32(name):
@@ -78,6 +82,7 @@ def test_kernels_that_sum_in_another_order_are_sound_in_float32(name):
     assert report.verdict == "sound", report.reason
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.usefixtures("no_lengths")
 @pytest.mark.parametrize(
     "changes",

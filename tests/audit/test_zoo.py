@@ -31,7 +31,7 @@ PARTS = (*(_NAMES[i : i + 6] for i in range(0, len(_NAMES), 6)), ["relations"])
 TESTS = 800  # of a whole quick audit, by which the level of each is divided
 
 
-@pytest.mark.thorough(keep=16)
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("kernel", FAULTY, ids=lambda k: k.name)
 def test_a_planted_fault_is_caught(kernel, monkeypatch):
     """At the level of the whole audit, of which no more is run than catches it."""
@@ -47,7 +47,7 @@ def test_a_planted_fault_is_caught(kernel, monkeypatch):
         assert CAUSES[kernel.name] in [cause.key for cause in report.causes]
 
 
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("kernel", SOUND, ids=lambda k: k.name)
 def test_a_kernel_without_a_fault_raises_no_alarm(kernel):
     report = audit(kernel.fn, explain=False, shapes=SMALL)

@@ -105,7 +105,7 @@ def _softmax_as_it_comes(x):
     return x.exp() / x.exp().sum(-1, keepdim=True)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough(keep=0)
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "text"),
     [

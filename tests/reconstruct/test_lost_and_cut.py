@@ -68,7 +68,7 @@ class CutOff(Kernel):
         return super().forward()
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough(keep=0)
 @pytest.mark.parametrize(
     ("kernel", "cause", "told"),
     [

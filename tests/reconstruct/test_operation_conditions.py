@@ -40,6 +40,7 @@ def two_of_three_tiles(x):
     return (read * read).sum(-1, keepdim=True) / x.shape[-1]
 
 
+@pytest.mark.thorough(keep=0)
 def test_a_mistake_from_a_size_on_is_told_with_it():
     report = audit(norm(two_of_three_tiles), op="rms_norm", dtype="float32")
     assert report.causes[0].key == "end"

@@ -155,7 +155,7 @@ def smoothed_by_the_label(input, target, *, ignore_index, reduction, label_smoot
     return loss if reduction == "none" else total
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("op", "kernel", "dtype", "cause", "told"),
     [

@@ -20,7 +20,7 @@ ZOO = {kernel.name: kernel for kernel in (*zoo.FAULTY, *zoo.SOUND)}
 OTHERS = ("FP64", "FP32", "FP16_FLOOR")  # what they are in bfloat16 has other names
 
 
-@pytest.mark.thorough(keep=3)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -60,7 +60,7 @@ NAMED = {
 }
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", NAMED)
 def test_a_fault_is_named_with_its_field_or_its_function(name):
     found = reconstruct(ZOO[name].fn)

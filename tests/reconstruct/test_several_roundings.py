@@ -35,6 +35,7 @@ def of_log_softmax(input, target, *, ignore_index=-100, reduction="none", label_
     return loss.to(input.dtype)
 
 
+@pytest.mark.thorough(keep=0)
 def test_a_sum_and_its_logarithm_are_told_though_no_call_shows_both():
     found = reconstruct_operation(of_log_softmax, "cross_entropy").found
     assert found.cause in ("statistic-low", "step-low")

@@ -52,6 +52,7 @@ def kernel(slip, where=lambda trial, x: x.new_ones(())):
     return run
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     "slip",
     [
@@ -114,6 +115,7 @@ def test_rows_that_alone_are_wrong_are_looked_at_alone():
     assert not bool(usable[:, :, ::2].any())
 
 
+@pytest.mark.thorough(keep=0)
 def test_a_slip_in_some_rows_explains_what_sums_over_them():
     rows = Rows("queries", 64, tuple(range(16)))
     run = kernel(Slip("b_lse", "factor", factor=0.9, rows=(rows,)))

@@ -25,6 +25,7 @@ TRANSFORMERS = importlib.import_module("halfulp.targets.transformers_layer")
 LOCAL = ("sdpa", "sdpa:math", "sdpa:flash", "eager", "flex", "recipe:BF16_HALFULP", "recipe:FP32")
 
 
+@pytest.mark.thorough(keep=9)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", LOCAL)
 def test_builtins_compute_attention_with_each_option(name, dtype):

@@ -285,6 +285,7 @@ def small_plan(monkeypatch):
     monkeypatch.setattr(audit_run, "plan", plan)
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.usefixtures("small_plan")
 @pytest.mark.parametrize("case", CASES)
 def test_a_sound_kernel_is_judged_and_a_fault_is_caught(case):

@@ -173,11 +173,11 @@ def _left_over(model: Model, trial: str, tensor: str, fit: Fit, stock: Fit) -> b
 
 
 def _times(fit: Fit, stock: Fit) -> float:
-    """The kernel's error over a model's, or over stock's where the model is more exact, or has a
-    mistake that makes more than that.
+    """The kernel's error over a model's, or over stock's where the model is more exact, has a
+    mistake that makes more than that, or explains next to nothing.
     """
     gross = float(fit.other.sum()) > FAR**2 * float(stock.other.sum())
-    return stock.times if gross else min(fit.times, stock.times)
+    return stock.times if gross or fit.left > CONCENTRATED else min(fit.times, stock.times)
 
 
 def _by_what_is_explained(

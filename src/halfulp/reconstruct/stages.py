@@ -108,14 +108,13 @@ class Stages:
     def _whole(self, model: Model, recipes: Iterable[Model]) -> Model | None:
         """The first that is one recipe throughout and fits no worse than the model."""
         offered = self.forward | self.gradients
-        least = self.search.loss(model, offered)
+        most = self.search.loss(model, offered) + ALIKE * len(self.emulator.fits(model, offered))
         trials = self.search.screen(model, offered, 2)
         part = self.search.loss(model, offered, frozenset(trials))
-        allowed = ALIKE * len(self.emulator.fits(model, offered))
         for candidate in recipes:
             self.search.tried += 1
             if self.search.loss(candidate, offered, frozenset(trials)) < part + 2.0 and (
-                self.search.loss(candidate, offered) < least + allowed
+                self.search.loss(candidate, offered) < most
             ):
                 return candidate
         return None
@@ -254,8 +253,7 @@ class Stages:
         # what explains a simple trial alike is told apart by all the others
         losses = [self.search.loss(changed, tensors) for _, changed in changes]
         near = min(losses, default=0.0) + ALIKE * len(fits)
-        best = [c for c, loss in zip(changes, losses, strict=True) if loss <= near]
-        best = best[:1]
+        best = [c for c, loss in zip(changes, losses, strict=True) if loss <= near][:1]
         if everywhere and best:
             new = self.emulator.fits(best[0][1], tensors)
             if sum(new[k].left < EXACTLY for k in bad) < MOST * len(bad):
@@ -431,6 +429,8 @@ class Stages:
         yield from space.backward_changes(self.dtype, tensors)
         if "lse" not in self.forward:
             yield from space.hidden_changes(self.dtype)
+        for name in sorted(tensors) if tensors != BACKWARD else ():  # what others have right
+            yield from space.twist_changes([*call_options.stored(self.dtype, (name,))], tensors)
 
     def _refined(self, stage: str, model: Model, tensors: frozenset[str]) -> Model:
         """Nearer formats where a step rounds otherwise than stock."""
