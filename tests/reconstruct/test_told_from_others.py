@@ -25,6 +25,10 @@ class GradValueThroughHalf(GradientsThroughHalf):
     some = (2,)
 
 
+class GradientsOfScoresThroughHalf(GradientsThroughHalf):
+    some = (0, 1)
+
+
 class SmallTiles(Kernel):
     rows, cols = 32, 16
 
@@ -192,6 +196,7 @@ class LastTileOfQueriesLost(Kernel):
         (OutThroughHalf, "out", "O passes through float16"),
         (GradientsThroughHalf, "grad-stored", "gradients pass through float16"),
         (GradValueThroughHalf, "grad-stored", "dV passes through float16"),
+        (GradientsOfScoresThroughHalf, "grad-stored", "dQ and dK pass through float16"),
         (RescaledOutInLow, "rescale", "rescale_of=out"),
         (RescaledSumInLow, "rescale", "rescale_of=row_sum"),
         (RescaledInLow, "rescale", "rescale=bf16"),

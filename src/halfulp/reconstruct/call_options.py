@@ -5,7 +5,7 @@ block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
 
@@ -47,8 +47,7 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                             partial(_results_through, other, names),
                             unrounded=("query", "key", "value", *STORED))  # fmt: skip
     yield from _biases()
-    yield from stored(dtype, ("out",))
-    yield from stored(dtype, GRADIENTS)
+    yield from stored(dtype, {"out"})
     for name in ("query", "key", "value"):
         for key, text, dims in (("token", "row", (3,)), ("channel", "feature", (2,)),
                                 ("head", "head", (2, 3)),
@@ -123,11 +122,13 @@ def _with_bias(fmt: torch.dtype, unit: float, trial: Trial) -> Trial | None:
     return replace(trial, call=replace(trial.call, sees=replace(sees, mask=mask)))
 
 
-def stored(dtype: torch.dtype, names: tuple[str, ...]) -> Iterator[Twist]:
-    """Results that are rounded to the other format of 16 bits, or to one of 8 with a scale for each
-    tensor, and then to their own.
+def stored(dtype: torch.dtype, which: Set[str]) -> Iterator[Twist]:
+    """O or some gradients, rounded to the other format of 16 bits, or to one of 8 with a scale for
+    each tensor, and then to their own.
     """
-    what = "gradients pass" if names == GRADIENTS else f"{SHORT[names[0]]} passes"
+    names = tuple(name for name in STORED if name in which)
+    what = " and ".join(SHORT[name] for name in names) + (" pass" if names[1:] else " passes")
+    what = "gradients pass" if names == GRADIENTS else what
     cause = "out" if names == ("out",) else "grad-stored"
     other = {torch.bfloat16: (torch.float16,), torch.float16: (torch.bfloat16,)}.get(dtype, ())
     for fmt in (*other, torch.float8_e4m3fn, torch.float8_e5m2):

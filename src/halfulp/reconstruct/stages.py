@@ -26,14 +26,7 @@ from halfulp.reconstruct.changed import (
     with_shared_twists,
 )
 from halfulp.reconstruct.descent import Search
-from halfulp.reconstruct.emulating import (
-    FORWARD,
-    GRADIENTS,
-    Emulator,
-    Model,
-    Twist,
-    Way,
-)
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model, Twist, Way
 from halfulp.reconstruct.evidence import SOUND, UNEXPLAINED
 from halfulp.reconstruct.naming import merged
 from halfulp.reconstruct.panel import Trial, simplicity
@@ -373,11 +366,13 @@ class Stages:
         tensors = open_among(self.emulator.fits(model, tensors)) or tensors
         scope = tensors if tensors != self.gradients else BACKWARD
         others = [t for t in self.twists if t.cause == "lse-other"]
+        own = (*call_options.stored(self.dtype, scope), *call_options.grad_outs(self.dtype))
         arithmetic = neighbors_of(
             lambda: (*self._backward_changes(scope),
                      *space.twist_changes(others, frozenset(FORWARD)),
-                     *space.twist_changes(tuple(call_options.grad_outs(self.dtype)), scope),
-                     *space.twist_changes(self.operands, EVERY))
+                     *space.twist_changes(own, scope),
+                     # where a gradient is right, so are the operands that it shares
+                     *space.twist_changes(self.operands, EVERY if scope == BACKWARD else scope))
         )  # fmt: skip
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, scope))
         every = both(twisted, arithmetic)
@@ -397,8 +392,7 @@ class Stages:
         """One gradient in a way of its own."""
         own = frozenset({name})
         summed = () if name == "grad_query" else tuple(call_options.groups())
-        summed += tuple(call_options.stored(self.dtype, (name,)))
-        summed += tuple(call_options.prescaled(self.dtype))
+        summed += (*call_options.stored(self.dtype, own), *call_options.prescaled(self.dtype))
         arithmetic = neighbors_of(lambda: (*space.backward_changes(self.dtype, own),
                                            *space.twist_changes(summed, own)))  # fmt: skip
         twisted = neighbors_of(lambda: space.twist_changes(self.twists, own))
@@ -429,8 +423,6 @@ class Stages:
         yield from space.backward_changes(self.dtype, tensors)
         if "lse" not in self.forward:
             yield from space.hidden_changes(self.dtype)
-        for name in sorted(tensors) if tensors != BACKWARD else ():  # what others have right
-            yield from space.twist_changes([*call_options.stored(self.dtype, (name,))], tensors)
 
     def _refined(self, stage: str, model: Model, tensors: frozenset[str]) -> Model:
         """Nearer formats where a step rounds otherwise than stock."""
