@@ -9,6 +9,7 @@ import torch
 
 from halfulp.algorithms import golden
 from halfulp.calls import Result
+from halfulp.formats import MXFP4, round_to
 from halfulp.reconstruct.emulating import Emulator
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import panel
@@ -71,6 +72,23 @@ def test_parts_with_other_weights_are_told(part_of, weigh, told):
 )
 def test_what_is_right_or_wrong_as_a_whole_has_no_parts(out_of):
     assert merged(results(out_of)) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        (lambda x: torch.cat([x[:, :, :64] * 2, x[:, :, 64:]], 2), ("key", "value")),
+        (lambda x: round_to(x.float(), MXFP4), ("query", "key")),
+    ],
+)
+def test_other_operands_are_no_parts(other, names):
+    """As many parts as a row has features, or large weights, explain any O."""
+
+    def out(call):
+        return golden(replace(call, **{name: other(getattr(call, name)) for name in names})).out
+
+    every = {t: Result(out(t.call).to(torch.bfloat16)) for t in TRIALS.values()}
+    assert merged(Emulator(every)) is None
 
 
 def test_sums_that_are_not_rescaled_are_no_parts():

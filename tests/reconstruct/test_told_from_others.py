@@ -5,6 +5,7 @@ import torch
 from benchmarks.unseen.attention.fifth_kernel import LOG2_E, Kernel, attention, bf16, cut, fp16
 from benchmarks.unseen.attention.nineteenth_kernel import ForwardAlone
 
+from halfulp.formats import MXFP4, round_to
 from halfulp.reconstruct import reconstruct
 from halfulp.reconstruct.weight_ratios import cut_to
 
@@ -59,6 +60,48 @@ class DeltaSummedInLow(Kernel):
             part = slice(i, i + 16)
             total = bf16(total + (do[..., part] * o[..., part]).sum(-1, keepdim=True))
         return total
+
+
+class GradientsCut(Kernel):
+    def backward(self):
+        return tuple(cut(x) for x in super().backward())
+
+
+class SharedOperandsThroughHalf(ForwardAlone):
+    """K and V, where heads share them."""
+
+    def load_key(self, name, x, part):
+        x = super().load_key(name, x, part)
+        return fp16(x) if self.at.groups > 1 else x
+
+
+class LogarithmByACoarseNumber(Kernel):
+    """log₂ l times a ln 2 of eight bits: a quarter of a percent too little."""
+
+    def finish(self, m, l, acc, rows):
+        out, _ = super().finish(m, l, acc, rows)
+        return out, m + l.log2() * (0.69140625 / 0.6931471805599453)
+
+
+class ScoresForWeightsInBackward(Kernel):
+    def weights_again(self, s, lse):
+        return torch.where(s == -torch.inf, 0.0, s / LOG2_E)
+
+
+class GradientOfWeightsIsThatOfScores(Kernel):
+    def grad_scores(self, p, dp, delta, slope):
+        return dp * (p > 0) * slope
+
+
+class OperandsInMxfp4(ForwardAlone):
+    """Q and K; with weights that are off at random parts of single keys explain any O."""
+
+    def load_query(self, name, x, part):
+        return round_to(super().load_query(name, x, part), MXFP4)
+
+    def load_key(self, name, x, part):
+        x = super().load_key(name, x, part)
+        return round_to(x, MXFP4) if name == "k" else x
 
 
 class DeltaOfColumns(Kernel):
@@ -197,6 +240,8 @@ class LastTileOfQueriesLost(Kernel):
         (GradientsThroughHalf, "grad-stored", "gradients pass through float16"),
         (GradValueThroughHalf, "grad-stored", "dV passes through float16"),
         (GradientsOfScoresThroughHalf, "grad-stored", "dQ and dK pass through float16"),
+        (GradientsCut, "grad-stored", "grad_query=bf16/toward_zero"),
+        (OperandsInMxfp4, "operand", "Q, K in MXFP4"),
         (RescaledOutInLow, "rescale", "rescale_of=out"),
         (RescaledSumInLow, "rescale", "rescale_of=row_sum"),
         (RescaledInLow, "rescale", "rescale=bf16"),
@@ -218,6 +263,9 @@ def test_the_mistake_is_told_from_others_like_it(kernel, cause, told):
         (LaterKeysUnscaled, "scale"),
         (DeltaSummedInLow, "delta"),
         (DeltaOfColumns, "no-delta"),
+        (LogarithmByACoarseNumber, "lse"),
+        (ScoresForWeightsInBackward, "backward-weights"),
+        (GradientOfWeightsIsThatOfScores, "no-delta"),
         (RowsSummedKeyByKey, "row-sum"),
         (ScoresOfDistances, "mask"),
         (ScoresFurther, "mask"),
@@ -239,6 +287,7 @@ def test_what_is_read_is_told_from_what_it_looks_like(kernel, cause):
     ("kernel", "cause", "dtype"),
     [
         (RootsOfTheScaleInForwardAlone, "prescaled", "bfloat16"),
+        (SharedOperandsThroughHalf, "operand", "float32"),
         (WeightsCutForTheKeysGradients, "probabilities", "float32"),
         (RescaledByAParabola, "rescale", "float16"),
         (ColumnsOfTheMaskWrap, "mask", "bfloat16"),

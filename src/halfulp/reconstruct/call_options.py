@@ -14,6 +14,7 @@ from torch import Tensor
 
 from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Call, Sees
+from halfulp.formats import MXFP4, MXFP8_E4M3, NVFP4, round_to
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Twist
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.panel import Trial
@@ -46,6 +47,18 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                             "operand", partial(_through, other, what == "results"),
                             partial(_results_through, other, names),
                             unrounded=("query", "key", "value", *STORED))  # fmt: skip
+            for pair in (("query", "key"), ("key", "value")):
+                both = " and ".join(name[0].upper() for name in pair)
+                yield Twist(f"through-{told}-{'-'.join(pair)}", f"{both} pass through {told}",
+                            "operand", partial(_in_format_of, pair, partial(_to, other)),
+                            unrounded=pair)  # fmt: skip
+    for fmt in (MXFP4, NVFP4, MXFP8_E4M3):
+        for names in (("query", "key"), ("query", "key", "value"), ("key", "value"), ("value",)):
+            told = ", ".join(name[0].upper() for name in names)
+            yield Twist(f"{fmt.name}-{'-'.join(names)}",
+                        f"{told} in {fmt.name.upper()}, by blocks of features", "operand",
+                        partial(_in_format_of, names, partial(round_to, fmt=fmt)),
+                        unrounded=names)  # fmt: skip
     yield from _biases()
     yield from stored(dtype, {"out"})
     for name in ("query", "key", "value"):
@@ -139,10 +152,20 @@ def stored(dtype: torch.dtype, which: Set[str]) -> Iterator[Twist]:
 
 
 def _through(fmt: torch.dtype, whole: bool, trial: Trial) -> Trial:
-    names = ("query", "key", "value")
-    changed = {name: getattr(trial.call, name).to(fmt).float() for name in names}
+    turned = _in_format_of(("query", "key", "value"), partial(_to, fmt), trial)
     grad_out = trial.grad_out.to(fmt).to(trial.grad_out.dtype) if whole else trial.grad_out
-    return replace(trial, call=replace(trial.call, **changed), grad_out=grad_out)
+    return replace(turned, grad_out=grad_out)
+
+
+def _to(fmt: torch.dtype, x: Tensor) -> Tensor:
+    return x.to(fmt).float()
+
+
+def _in_format_of(
+    names: tuple[str, ...], rounded: Callable[[Tensor], Tensor], trial: Trial
+) -> Trial:
+    changed = {name: rounded(getattr(trial.call, name).float()) for name in names}
+    return replace(trial, call=replace(trial.call, **changed))
 
 
 def _results_through(

@@ -29,6 +29,7 @@ ROUGH = 0.1  # of P dP: rounding dP to a format of two bits after the first make
 APART = 4.0  # times other errors: what is so much larger has a source of its own
 PILED = 0.3  # of all squared errors: what one element of each row holds of an error that is its own
 BY_ROWS = 1.7  # times what O's rounding makes of δ: sound kernels are read at 1.2 to 1.4
+ITSELF = 0.99  # the cosine of dS with what it is then
 COARSE = 0.2  # of the root of δ's squared terms: rounding these makes no such error of it
 
 
@@ -290,6 +291,8 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     """Which part of dS = P ∘ (dP − δ) is wrong."""
     if how.kind == "hidden":
         return Said(f"dS {how.text}, in dQ and dK alike", "backward-mask")
+    if (whole := _without_weights(read)) is not None:
+        return whole
     sigma = _sigma(read, dtype)
     weight = torch.where(sigma > 0, 1 / sigma.clamp_min(1e-300), 0.0)
     error = (read.read - read.exact) * weight
@@ -336,6 +339,19 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
             return Said(f"{told}, as much as dP is, by no rounding", "no-delta")
         return Said(f"{told}, as much as dP is off", "delta")
     return Said(told, "grad-scores")
+
+
+def _without_weights(read: ReadScores) -> Said | None:
+    """Whether dS is dP, or dP − δ: what is made of the softmax is left out."""
+    seen = read.weights > 0
+    for base, told, cause in (
+        (read.grad_weights, "dP: P and δ are left out", "no-delta"),
+        (read.grad_weights - read.delta, "dP − δ: P is left out", "backward-weights"),
+    ):
+        a, b = read.read[seen], base[seen]
+        if float(a.dot(b)) > ITSELF * float(a.norm() * b.norm()) > 0:
+            return Said(f"dS is {told}, in dQ and dK alike", cause)
+    return None
 
 
 def _at_largest(read: ReadScores, dtype: torch.dtype) -> float:

@@ -23,7 +23,7 @@ BESIDE = 0.25  # of what one factor in each row leaves
 LONGEST = 128  # keys of a tile, as which a part of equal width is not taken
 CLEAR = 0.05  # of a part's weight: what is less is none
 RIGHT_ROWS = 0.25  # of the rows in which several parts have weight
-FINER = 0.5  # of what parts leave, that tiles may leave
+FINER = 0.5  # of what parts leave, that tiles may leave, and of what parts at random leave
 _WIDTHS = (64, 32, 128, 16)
 _TILES = (16, 32, 48, 64, 96, 128)
 
@@ -78,7 +78,8 @@ def merged(emulator: Emulator) -> tuple[str, str] | None:
         whole = _left(trial, observed, weights, torch.zeros(weights.shape[-1], dtype=torch.int64))
         for rule in _rules():
             part = rule.of(weights.shape[-1])
-            if part is None or tuple(part.tolist()) in seen:
+            few = 2 * rule.parts <= observed.exact.shape[-1]  # else they explain any row
+            if part is None or not few or tuple(part.tolist()) in seen:
                 continue
             seen.add(tuple(part.tolist()))
             left = _left(trial, observed, weights, part)
@@ -89,7 +90,7 @@ def merged(emulator: Emulator) -> tuple[str, str] | None:
     least = max(2 * min(told)[0], RIGHT)
     rule = min((r for left, _, r in told if left <= least), key=lambda r: r.parts)
     shown = min(shares[rule], key=shares[rule].__getitem__)
-    if _by_tiles(emulator, shares[rule]):
+    if _by_tiles(emulator, shares[rule]) or _by_any_keys(emulator, rule, shares[rule]):
         return None
     observed, trial = emulator.observed[shown, "out"], emulator.trials[shown]
     weights = weights_of(trial.call, scores_of(trial.call))
@@ -114,6 +115,21 @@ def _by_tiles(emulator: Emulator, shares: Mapping[str, float]) -> bool:
                 left = _left(trial, observed, weights, keys // width)
                 better.setdefault(width, []).append(left < FINER * share)
     return any(2 * sum(found) > len(found) for found in better.values())
+
+
+def _by_any_keys(emulator: Emulator, rule: Rule, shares: Mapping[str, float]) -> bool:
+    """Whether as many parts of keys taken at random explain O as well: where few keys hold a row,
+    parts of theirs explain any weights that they have.
+    """
+    drawn = []
+    for name in shares:
+        observed, trial = emulator.observed[name, "out"], emulator.trials[name]
+        weights = weights_of(trial.call, scores_of(trial.call))
+        part = rule.of(weights.shape[-1])
+        assert part is not None  # else it has no share
+        mixed = part[torch.randperm(len(part), generator=torch.Generator().manual_seed(0))]
+        drawn.append(_left(trial, observed, weights, mixed))
+    return FINER * median(drawn) < median(shares.values())
 
 
 def _counted(trial: Trial, observed: Observed, weights: Tensor, part: Tensor) -> bool:

@@ -33,6 +33,7 @@ from halfulp.reconstruct.weight_ratios import COARSEST, Read
 
 FAR = 20.0  # times the model's error: no rounding
 MINOR = 2.0  # times it: what is gross elsewhere is said first
+HALF = 0.5  # of an error: what is more is not explained
 LARGE = 0.25  # of a result: an error that no rounding makes
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 
@@ -144,7 +145,9 @@ def unexplained(
     if (broken := not_finite(emulator)) is not None:
         found.append(Place(*broken, 1.0, WORST, was_read=True))
     largest = max((p.times for p in found), default=0.0)
-    found = _by_what_is_explained(emulator, found, {name for _, name in every})
+    # which err more than stock's do, and keep half of it
+    unsure = {n for (t, n), f in every.items() if f.left > HALF and usual[t, n].times > HARMFUL}
+    found = _by_what_is_explained(emulator, found, {name for _, name in every}, unsure)
     return sorted(found, key=lambda p: (
         p.times < min(MINOR, largest / 3),
         # what is known of one gradient says more than what is not known of another
@@ -181,7 +184,7 @@ def _times(fit: Fit, stock: Fit) -> float:
 
 
 def _by_what_is_explained(
-    emulator: Emulator, places: list[Place], offered: set[str]
+    emulator: Emulator, places: list[Place], offered: set[str], unsure: set[str]
 ) -> list[Place]:
     """What results that are explained say about those that are not, where nothing else does, and a
     rounding of which nothing is said where an error is none.
@@ -211,7 +214,11 @@ def _by_what_is_explained(
             # an input would show in the others too
             or (p.trials_alone and p.cause == "operand" and len(gradients) == 1)
             # P is right in the others
-            or (gradients == {"grad_value"} and p.cause in _OF_P | _OF_SCORES)
+            or (
+                gradients == {"grad_value"}
+                and p.cause in _OF_P | _OF_SCORES
+                and unsure <= gradients
+            )
         )
         else p
         for p in places

@@ -221,6 +221,7 @@ def backward_changes(dtype: torch.dtype, tensors: frozenset[str]) -> Iterator[tu
             }
             for b in (32, 64, 128)
         ),
+        dict.fromkeys(GRADIENTS, low.with_(rounding="toward_zero")),
         {"exp_degree": None},
         *({"exp_degree": degree} for degree in (1, 2, 3)),
         {"scale_into": "product"},

@@ -27,6 +27,7 @@ from halfulp.reconstruct.weight_ratios import (
 )
 
 VISIBLE = 1e-6  # weights below it may round to 0
+NEGATIVE = 0.1  # of the weights: rounding and dropout make none of them so
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
 MOSTLY = 0.9  # of a head's rows
 HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
@@ -101,6 +102,9 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     if (most := _held(read, exact)) > 0:
         told = f"no weight is more than {most:.3g}: what should be is that"
         return Read(told, in_backward("weights") if backward else "weights")
+    if float((read[exact > VISIBLE] < -VISIBLE).double().mean()) > NEGATIVE:
+        told = "weights are below 0, as no exponential is"
+        return Read(told, "backward-weights" if backward else "exponential")
     small = _small(call, exact, lost)
     if small is not None:
         return Read(small[0], in_backward(small[1]) if backward else small[1])
