@@ -96,6 +96,7 @@ def test_dtypes_go_in_and_come_out(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "recipe", [FP64, FP64.with_(algorithm="flash1"), FP64.with_(algorithm="standard", base="2")]
 )

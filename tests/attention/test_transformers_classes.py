@@ -60,6 +60,7 @@ def registered():
     transformers.logging.set_verbosity(transformers.logging.WARNING)
 
 
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize("name", [*WRONG_ONCE, *OF_EACH_KIND])
 def test_as_eager(name):
     held = hold(name, TYPES[name])

@@ -125,6 +125,7 @@ def test_backward_bit_for_bit(name: str, causal: bool) -> None:
         assert differ <= (2 if what == "dV" and name == "halfulp" else 0), (what, differ)
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(("causal", "dtype"), [(False, torch.bfloat16), (True, torch.float16)])
 def test_gaussian_numbers(name: str, causal: bool, dtype: torch.dtype) -> None:
@@ -181,6 +182,7 @@ def test_fp32_rounds_nothing(name: str) -> None:
     )
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("window", "causal", "offset"),
     [
@@ -218,6 +220,7 @@ def test_windows_and_offsets_are_masks(
         assert relative_error(getattr(actual, what), value) <= 2e-4, what
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_gradient_of_lse(name: str) -> None:
     inputs = gaussian(7, length=30, key_length=40, dim=16)

@@ -90,6 +90,7 @@ def test_forward_of_halfulp_bit_for_bit(case: str) -> None:
 
 # Every option with one recipe and every recipe with all options; `test_options_together` draws
 # other pairs.
+@pytest.mark.thorough(keep=8)
 @pytest.mark.parametrize(
     ("name", "case"),
     [

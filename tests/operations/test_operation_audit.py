@@ -72,6 +72,7 @@ def test_recipes_get_their_own_verdict(op):
     assert seen(in_short("recipe:stock", op)) in ("sound", "stock")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_other_dtypes_have_a_verdict(dtype):
     options = {"op": "rms_norm", "dtype": dtype, "explain": False}
@@ -276,7 +277,7 @@ def test_a_kernel_that_is_meant_for_hardly_any_call_is_not_called_sound():
     assert report.missing[0].startswith("declared as not meant for more than two thirds")
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("op", "fault", "key", "text"),
     [
@@ -365,7 +366,7 @@ def test_a_factor_of_a_slope_that_is_rounded_is_no_other_slope():
     assert report.causes[0].key == "coarser", report.evidence
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough(keep=0)
 @pytest.mark.parametrize("steady", [True, False])
 def test_no_number_in_two_calls_is_no_difference_of_calls(steady):
     def absent(input, dim):

@@ -72,6 +72,7 @@ COSTS = {
 """Shares of a tensor's bits that a wrong step is known to leave."""
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("model", RECIPES, ids=lambda model: model.step)
 def test_the_step_that_differs_is_named_and_costs_the_bits_it_is_known_to_cost(model):
     found = match_torch_cpu_flash((LONG,), (False,), (3,), kernel=kernel_of(model.recipe))

@@ -72,6 +72,7 @@ def read_off(kernel):
     return scales_read(run, trial(run, calls, ("output", "grad_input", "grad_weight")))
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("kernel", "told"),
     [
@@ -326,7 +327,7 @@ def padding_too(input, weight, padding_idx):
     return functional.embedding(input, weight)
 
 
-@pytest.mark.thorough(keep=5)
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     ("op", "kernel", "cause", "told"),
     [

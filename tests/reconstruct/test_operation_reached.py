@@ -84,6 +84,7 @@ def test_what_results_hang_on_is_asked(op, kernel, said):
     assert asked(kernel, op, operation_named(op).probes[0].name) == said
 
 
+@pytest.mark.thorough(keep=0)
 def test_codes_of_another_place_are_no_codes_that_are_rounded_otherwise():
     report = audit(halves_in_pairs, op="quantize")
     assert report.causes[0].key == "neighbor", report.evidence
@@ -130,6 +131,7 @@ def test_what_is_chosen_among_nan_tells_nothing():
     assert report.evidence[0].startswith("maximum is left out")
 
 
+@pytest.mark.thorough(keep=0)
 def test_a_number_of_meaning_that_is_next_to_1_elsewhere_is_told():
     def among_the_others(input, target, *, ignore_index=-100, reduction="none",
                          label_smoothing=0.0):  # fmt: skip

@@ -83,6 +83,7 @@ def test_a_formula_is_told_as_it_is_written(op, kernel, dtype, cause, text):
     assert found.share > 0.99
 
 
+@pytest.mark.thorough(keep=0)
 def test_parts_of_a_sum_that_overwrite_others_are_no_factor():
     report = audit(last_part, op="linear", explain=True)
     assert report.causes[0].key == "term-missing"

@@ -71,6 +71,7 @@ def test_a_fault_is_named_with_its_field_or_its_function(name):
     assert found.understood
 
 
+@pytest.mark.thorough(keep=0)
 def test_what_no_candidate_explains_is_located_and_not_guessed():
     """δ is dropped where it is small, which no recipe does: every row's δ is told to be off."""
     found = reconstruct(ZOO["delta_dropped"].fn, effort=200)

@@ -52,7 +52,7 @@ def kernel(slip, where=lambda trial, x: x.new_ones(())):
     return run
 
 
-@pytest.mark.thorough(keep=4)
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "slip",
     [

@@ -11,6 +11,7 @@ from halfulp.watch.alarms import LEVEL, alarms
 from halfulp.watch.running import WINDOW
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("attention", ["BF16_FLASH2", "BF16_HALFULP"])
 def test_the_run_that_will_fail_is_named_and_its_repaired_twin_is_not(attention):
     """Step 1000 of 4000: the loss of the stock recipe is a twentieth of what it will be.
