@@ -138,3 +138,15 @@ def test_a_longer_part_and_the_rest_are_told_by_the_power_of_their_sums():
     # one factor for each part in all rows is no matter of sums
     same = compared(trial, weights * torch.tensor([1.2, 0.6]).repeat_interleave(128)[:192])
     assert same.cause == "rescale"
+
+
+@pytest.mark.parametrize(("of_value", "cause"), [(2.0, "scale"), (1.0, "operand")])
+def test_a_prefix_without_its_scales_is_told_with_its_values(of_value, cause):
+    trial = TRIALS["plain"]
+    first = torch.ones(192).double()
+    first[:64] = 2
+    weights = (scores_of(trial.call) * first).softmax(-1)
+    read = compared(trial, weights * torch.where(first > 1, of_value, 1.0))
+    assert read.cause == cause
+    assert read.text.startswith("scores of keys 0-63 of 192")
+    assert ("and V of these" in read.text) == (cause == "scale")

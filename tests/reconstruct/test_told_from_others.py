@@ -241,7 +241,7 @@ class LastTileOfQueriesLost(Kernel):
         (GradValueThroughHalf, "grad-stored", "dV passes through float16"),
         (GradientsOfScoresThroughHalf, "grad-stored", "dQ and dK pass through float16"),
         (GradientsCut, "grad-stored", "grad_query=bf16/toward_zero"),
-        (OperandsInMxfp4, "operand", "Q, K in MXFP4"),
+        (OperandsInMxfp4, "operand", "Q and K in MXFP4"),
         (RescaledOutInLow, "rescale", "rescale_of=out"),
         (RescaledSumInLow, "rescale", "rescale_of=row_sum"),
         (RescaledInLow, "rescale", "rescale=bf16"),

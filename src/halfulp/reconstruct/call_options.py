@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,17 +49,11 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                             partial(_results_through, other, names),
                             unrounded=("query", "key", "value", *STORED))  # fmt: skip
             for pair in (("query", "key"), ("key", "value")):
-                both = " and ".join(name[0].upper() for name in pair)
-                yield Twist(f"through-{told}-{'-'.join(pair)}", f"{both} pass through {told}",
+                yield Twist(f"through-{told}-{'-'.join(pair)}",
+                            f"{_letters(pair)} pass through {told}",
                             "operand", partial(_in_format_of, pair, partial(_to, other)),
                             unrounded=pair)  # fmt: skip
-    for fmt in (MXFP4, NVFP4, MXFP8_E4M3):
-        for names in (("query", "key"), ("query", "key", "value"), ("key", "value"), ("value",)):
-            told = ", ".join(name[0].upper() for name in names)
-            yield Twist(f"{fmt.name}-{'-'.join(names)}",
-                        f"{told} in {fmt.name.upper()}, by blocks of features", "operand",
-                        partial(_in_format_of, names, partial(round_to, fmt=fmt)),
-                        unrounded=names)  # fmt: skip
+    yield from _in_blocks()
     yield from _biases()
     yield from stored(dtype, {"out"})
     for name in ("query", "key", "value"):
@@ -69,6 +64,20 @@ def operands(dtype: torch.dtype) -> Iterator[Twist]:
                 told = f"the {name} is quantized to {fmt} with a scale for each {text}"
                 turn = partial(_quantized, name, dims, fmt, largest)
                 yield Twist(f"{fmt}-{name}-{key}", told, "operand", turn, unrounded=(name,))
+
+
+def _in_blocks() -> Iterator[Twist]:
+    """Operands whose features share scales by blocks, as of OCP's formats."""
+    for fmt in (MXFP4, NVFP4, MXFP8_E4M3):
+        for names in (("query", "key"), ("query", "key", "value"), ("key", "value"), ("value",)):
+            told = f"{_letters(names)} in {fmt.name.upper()}, by blocks of features"
+            turn = partial(_in_format_of, names, partial(round_to, fmt=fmt))
+            yield Twist(f"{fmt.name}-{'-'.join(names)}", told, "operand", turn, unrounded=names)
+
+
+def _letters(names: tuple[str, ...]) -> str:
+    *most, last = (name[0].upper() for name in names)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def prescaled(dtype: torch.dtype) -> Iterator[Twist]:
@@ -164,7 +173,7 @@ def _to(fmt: torch.dtype, x: Tensor) -> Tensor:
 def _in_format_of(
     names: tuple[str, ...], rounded: Callable[[Tensor], Tensor], trial: Trial
 ) -> Trial:
-    changed = {name: rounded(getattr(trial.call, name).float()) for name in names}
+    changed: dict[str, Any] = {n: rounded(getattr(trial.call, n).float()) for n in names}
     return replace(trial, call=replace(trial.call, **changed))
 
 

@@ -30,11 +30,20 @@ def scaled_keys(call: Call, log: Tensor, weight: Tensor) -> tuple[str, str]:
     if 2 * int(some.sum()) >= len(some):
         return "", ""
     scores = torch.where(weight > 0, scores_of(call), 0.0) * some
-    slope = float((rest * scores).sum() / scores.square().sum().clamp_min(1e-300))
-    if float((rest - slope * scores).square().sum()) > LEFT * float(rest.square().sum()):
+    # V of these keys shows as weight
+    both = torch.stack([scores.flatten(), ((weight > 0) * some).flatten().to(rest.dtype)], -1)
+    slope, more = torch.linalg.lstsq(both, rest.flatten()[:, None]).solution[:, 0].tolist()
+    left = rest.flatten() - both @ torch.tensor([slope, more], dtype=rest.dtype)
+    factor, of_scale = 1 + slope, (1 / call.scale, call.scale, LOG2_E, 1 / LOG2_E)
+    of_value = factor > 0 and abs(more - math.log(factor)) < NEAR * abs(more)
+    if not of_value:
+        slope = float((rest * scores).sum() / scores.square().sum().clamp_min(1e-300))
+        left, factor = (rest - slope * scores).flatten(), 1 + slope
+    if float(left.square().sum()) > LEFT * float(rest.square().sum()):
         return "", ""
     told = f"scores of keys {ranges(some.nonzero().flatten())} of {len(some)}"
-    factor, of_scale = 1 + slope, (1 / call.scale, call.scale, LOG2_E, 1 / LOG2_E)
+    if of_value:
+        return f"{told}, and V of these, are {factor:.4g} × what they should be", "scale"
     cause = "key-tail" if abs(factor) < ALL_BUT else "operand"  # as where K is off there
     if any(abs(factor / x - 1) < NEAR for x in of_scale):  # it is missing, twice, or of a base
         cause = "scale"
