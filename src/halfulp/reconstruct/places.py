@@ -15,7 +15,7 @@ from halfulp.reconstruct.call_asked import GROUPED, holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit
+from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import (
@@ -145,9 +145,7 @@ def unexplained(
     if (broken := not_finite(emulator)) is not None:
         found.append(Place(*broken, 1.0, WORST, was_read=True))
     largest = max((p.times for p in found), default=0.0)
-    # which err more than stock's do, and keep half of it
-    unsure = {n for (t, n), f in every.items() if f.left > HALF and usual[t, n].times > HARMFUL}
-    found = _by_what_is_explained(emulator, found, {name for _, name in every}, unsure)
+    found = _by_what_is_explained(emulator, found, every, usual)
     return sorted(found, key=lambda p: (
         p.times < min(MINOR, largest / 3),
         # what is known of one gradient says more than what is not known of another
@@ -184,12 +182,14 @@ def _times(fit: Fit, stock: Fit) -> float:
 
 
 def _by_what_is_explained(
-    emulator: Emulator, places: list[Place], offered: set[str], unsure: set[str]
+    emulator: Emulator, places: list[Place], fits: Fits, usual: Fits
 ) -> list[Place]:
     """What results that are explained say about those that are not, where nothing else does, and a
     rounding of which nothing is said where an error is none.
     """
-    bad = {p.tensor for p in places}
+    bad, offered = {p.tensor for p in places}, {name for _, name in fits}
+    # which err more than stock's do, and keep half of it
+    unsure = {n for (t, n), f in fits.items() if f.left > HALF and usual[t, n].times > HARMFUL}
     if "out" in bad or not bad & set(GRADIENTS) or not set(GRADIENTS) <= offered:
         return places
     gradients = bad & set(GRADIENTS)
