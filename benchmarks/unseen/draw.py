@@ -40,7 +40,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
           "attention.twentyfirst", "attention.twentysecond",
           "attention.twentythird", "attention.twentyfourth",
-           "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh")  # fmt: skip
+           "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
+           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -54,7 +55,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
            "attention.twentyfirst", "attention.twentysecond",
           "attention.twentythird", "attention.twentyfourth",
-           "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh")  # fmt: skip
+           "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
+           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
