@@ -46,7 +46,7 @@ def last_queries(x):
          "δ of each row is another number"),
         ({"delta": lambda do, out, x, low: keep_bits((do * out).sum(-1, keepdim=True), 3)}, "delta",
          "δ of each row is off"),
-        ({"grad_scores": lambda p, dp, d, low: low(p * (1.02 * dp - d))}, "grad-scores",
+        ({"grad_scores": lambda p, dp, d, low: low(p * (1.02 * dp - d))}, "grad-scale",
          "dP is 1.02"),
         ({"add_grad": lambda name, total, block, low: total + block * (
             1.03 if name == "dq" else 1)}, "grad-scale", "dS is right in dK, in dQ it is 1.03"),

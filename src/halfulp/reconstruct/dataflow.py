@@ -311,7 +311,7 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     rows, _ = left(p, (-1,))
     for base, dims, told, cause in (
         (p_delta, every, "δ is {:.4g} × what it should be", "no-delta"),
-        (p_dp, every, "dP is {:.4g} × what it should be", "grad-scores"),
+        (p_dp, every, "dP is {:.4g} × what it should be", "grad-scale"),
         (p, (-1,), "δ of each row is off", "delta"),
     ):
         rest, factor = left(base, dims)
