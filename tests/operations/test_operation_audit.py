@@ -64,7 +64,7 @@ def seen(report):
     return "sound" if "what was seen is sound" in report.reason else report.verdict
 
 
-@pytest.mark.thorough(keep=6)
+@pytest.mark.thorough(keep=6)  # of the last, since the first take longest
 @pytest.mark.usefixtures("probes_alone")
 @pytest.mark.parametrize("op", operation_names()[::-1])
 def test_recipes_get_their_own_verdict(op):

@@ -94,7 +94,7 @@ class GradientOfWeightsIsThatOfScores(Kernel):
 
 
 class OperandsInMxfp4(ForwardAlone):
-    """Q and K; with weights that are off at random parts of single keys explain any O."""
+    """Of Q and K: scores that are off at random, which looks like parts of the keys."""
 
     def load_query(self, name, x, part):
         return round_to(super().load_query(name, x, part), MXFP4)
