@@ -1,4 +1,4 @@
-"""Keys whose scores, or scores and values, have a factor, told by the ratio of weights to the exact ones."""
+"""Keys whose scores, or scores and values, have a factor, told by ratios of weights to exact ones."""
 
 from __future__ import annotations
 
