@@ -1,4 +1,4 @@
-"""Keys whose scores, or scores and values, have a factor, told by ratios of weights to exact ones."""
+"""Keys whose scores, or scores and values, have a factor, told by ratios of weights."""
 
 from __future__ import annotations
 
