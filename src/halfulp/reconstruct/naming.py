@@ -115,6 +115,8 @@ def differences(model: Model, stock: Recipe) -> list[Difference]:
     for key, text in forward.items():
         shared = [g for g, own in zip(GRADIENTS, gradients, strict=True) if key in own]
         cause = _forward_cause(model.forward, key)
+        if cause == "row-sum" and model.apart:  # l is as it should be in lse: its inverse is not
+            cause = "reciprocal"
         found.append(_difference(cause, text, frozenset((*FORWARD, *shared)), key))
     for key in dict.fromkeys(key for own in gradients for key in own if key not in forward):
         mine = frozenset(g for g, own in zip(GRADIENTS, gradients, strict=True) if key in own)

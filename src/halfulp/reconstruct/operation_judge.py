@@ -35,6 +35,7 @@ ALMOST = 0.97  # of roundings, below which formulas are tried too
 WHOLLY = 0.9  # share from which on no other case is looked at, and nothing more looked for
 LARGER = 4  # times as many numbers, at most, as a call that is searched for a second mistake has
 FURTHER = 0.1  # share that a first way must have, or a further way must add
+LITTLE = 0.05  # share at most of what is not tried beside others
 TOGETHER = 3  # ways at most
 TELLING = 48  # ways, those that explain most alone, of which some together are looked at
 RIVALS = 0.2  # ways that explain so much less than the best are told apart from it
@@ -99,7 +100,8 @@ class Judge:
         explained = known >= DO
         if self.thorough and known < ALMOST:
             more = self._further(bases, found, explained)
-            tried = _both([*more, *found])
+            if max(map(_share, more), default=0.0) > LITTLE:
+                tried = _both([*more, *found])
             found += more
         return self._named(found, tried, explained, start)
 
