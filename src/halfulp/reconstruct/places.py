@@ -15,7 +15,15 @@ from halfulp.reconstruct.call_asked import GROUPED, holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits
+from halfulp.reconstruct.evidence import (
+    HARMFUL,
+    ONCE,
+    SOUND,
+    WORST,
+    Fit,
+    Fits,
+    Observed,
+)
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import (
@@ -269,7 +277,8 @@ def _told(
             read = replace(read, cause="causal-mask")
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
             read = replace(read, cause="mask-finite")
-        if read.cause and read.cause != "accumulator":
+        # no option alone has its sums rounded
+        if read.cause and read.cause not in ("accumulator", *["grad-accumulator"] * option):
             told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
             told_more |= {"scale"} if special == "ragged" else set()  # of some keys
             # a sum that has other numbers than hidden ones is no matter of what hides them
@@ -318,11 +327,15 @@ def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tu
     observed = emulator.observed[trial.name, tensor]
     text, cause = ("", "") if trial.name == "small" else silent_rows(observed)
     rest = torch.where(observed.value != 0, observed.value - observed.exact, 0.0)
-    if cause and gross and float(rest.square().sum()) > (1 - CONCENTRATED) * observed.total and (
-        reads_others(emulator.run, trial, tensor, observed)):  # fmt: skip
-        return "", ""
     if not cause:
         return "", ""
+    if gross and float(rest.square().sum()) > (1 - CONCENTRATED) * observed.total:
+        if reads_others(emulator.run, trial, tensor, observed):
+            return "", ""
+        value = torch.where(observed.value != 0, observed.value, observed.exact)
+        moved, key = misplaced(Observed.of(value, observed.exact))
+        if key:  # some of it from where there is nothing
+            return f"{text}; {moved}", key
     gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
             if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
     return text, call_kinds.option_of(gone) or cause  # an option alone hides what it makes 0

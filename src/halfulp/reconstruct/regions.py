@@ -271,7 +271,7 @@ def _in_heads(run: Run, whole: Mapping[str, Trial], slots: Mapping[str, Spots]) 
 
     def asked(trial: Trial) -> Result | None:
         base = trial.name.partition("/")[0]
-        if base not in slots or trial.call.query.shape[1] != len(slots[base]):
+        if base not in slots or trial.call.query.shape[:2] != (1, len(slots[base])):
             return None
         call, like = trial.call, whole[base]
         groups = like.call.groups

@@ -95,9 +95,6 @@ def result_read(
         again = (backward_weights if backward else forward_weights)(emulator.run, other)
         parts = None if again is None else compared(other, again, backward=backward)
         read = parts if parts is not None and parts.cause == "split-merge" else read
-    if not backward and read.cause in _DIVIDES and of_division(emulator.run, trial):
-        return Read(f"{read.text}; of weights that are 1, and as many as a small number, O is off"
-                    " as well: it is the division", "reciprocal")  # fmt: skip
     if read.by_size and not backward:
         told = _of_function(emulator.run, trial)
         if told is None and read.cause == "weights":
@@ -108,6 +105,10 @@ def result_read(
     if not read.cause and how.right:
         return _after_weights(emulator, model, trial, weights, tensor)
     elsewhere = _elsewhere(emulator, model, (trial.name, tensor), made)
+    divides = not (backward or elsewhere) and read.cause in _DIVIDES
+    if divides and of_division(emulator.run, trial):
+        return Read(f"{read.text}; of weights that are 1, and as many as a small number, O is off"
+                    " as well: it is the division", "reciprocal")  # fmt: skip
     if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)

@@ -31,6 +31,7 @@ NEGATIVE = 0.1  # of the weights: rounding and dropout make none of them so
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
 MOSTLY = 0.9  # of a head's rows
 HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
+NEAR = 0.05  # of a weight, which its rounding may make where it is small
 SOME_LOST = 4  # weights of a row that are 0, and that are not
 MOST_KEYS = 320  # of a trial that is read
 
@@ -128,6 +129,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 cause = "masked-row"  # which sees nothing at all
             elif marked is extra and (own := hides(call)):
                 cause = own  # what is hidden is a matter of what hides it
+            elif marked is not extra and _others_twice(read, exact, marked):
+                told, cause = f"{told}, and others count twice", "split-merge"
             if backward and call.groups > 1 and pattern.startswith("heads"):
                 cause = "group-sum"
             return Read(f"{pattern} {told}", in_backward(cause) if backward else cause)
@@ -172,6 +175,20 @@ def _small(call: Call, exact: Tensor, lost: Tensor) -> tuple[str, str] | None:
     if len(tops) >= SOME_LOST and float((tops <= 2 * least).double().mean()) > 0.9:
         return "each row loses its small weights, below a number of its own", "maximum"
     return None
+
+
+def _others_twice(read: Tensor, exact: Tensor, lost: Tensor) -> bool:
+    """Whether, of rows that lose weights, some keys have twice what others have: parts of the keys
+    begin and end where they should not.
+    """
+    rows = lost.any(-1)
+    seen = ((exact > VISIBLE) & (read > 0))[rows]
+    ratio = torch.where(seen, read[rows] / exact[rows], math.nan)
+    least = torch.where(seen, ratio, math.inf).amin(-1, keepdim=True)
+    times = (ratio / least)[seen]
+    once, twice = ((times / many - 1).abs() < NEAR for many in (1, 2))
+    few = min(int(once.sum()), int(twice.sum()))
+    return few > FEW * len(times) and int((once | twice).sum()) > MOSTLY * len(times)
 
 
 def _by_heads(lost: Tensor, possible: Tensor) -> bool:
