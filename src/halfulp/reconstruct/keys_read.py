@@ -10,6 +10,7 @@ from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.weight_ratios import COARSEST
 
 LEFT = 0.05  # of an error, that keys read in others' place may leave
+ROWS = 8  # in which a key is told from others by what it weighs
 ROUNDS = 8  # of means over rows and over keys, which weights that are not clear keep apart
 
 
@@ -40,6 +41,20 @@ def in_their_place(read: Tensor, exact: Tensor, lost: Tensor) -> str:
     place = "their place" if torch.equal(moved, gone) else (
         f"the place of {ranges(moved.nonzero().flatten())}")  # fmt: skip
     return f"V of keys {ranges(torch.unique(of_key[moved]))} are read in {place}"
+
+
+def others_weigh(read: Tensor, exact: Tensor, extra: Tensor) -> str:
+    """Which keys' weights hidden pairs have that `extra` marks, where these are other keys': no
+    mask that is wrong gives them those. In words; empty where it is not so.
+    """
+    read, exact, extra = (x.flatten(0, -2) for x in (read, exact, extra.double()))
+    own = read * extra
+    rest = own.square().sum(0)[:, None] - 2 * own.mT @ exact + extra.mT @ exact.square()
+    some = extra.sum(0) >= ROWS
+    least, of_key = rest.fill_diagonal_(torch.inf)[some].min(-1)
+    if not bool(some.any()) or float(least.sum()) > LEFT * float(own.square().sum()):
+        return ""
+    return f"as much as keys {ranges(torch.unique(of_key))} have in these rows"
 
 
 def _left(read: Tensor, made: Tensor) -> float:

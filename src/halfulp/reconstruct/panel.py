@@ -101,8 +101,8 @@ def _masked(g: torch.Generator) -> dict[str, Any]:
 
 def _biased(g: torch.Generator) -> dict[str, Any]:
     """An additive mask of another slope in each head (ALiBi)."""
-    x = _operands(g, (2, 3, 3), (80, 80), (32, 32))
-    i = torch.arange(80.0)
+    x = _operands(g, (2, 3, 3), (75, 75), (32, 32))
+    i = torch.arange(75.0)
     slopes = 2.0 ** -(1 + torch.arange(3.0))[:, None, None]
     return x | {"sees": Sees(mask=(-(i[:, None] - i).abs() * slopes)[None])}
 

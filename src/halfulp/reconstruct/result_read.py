@@ -144,6 +144,8 @@ def _of_grad_scores(
     said = grad_scores(emulator.run, trial, tensor)
     if said is None:
         return None
+    if first is not None and (first.cause, said.cause) == ("other-data", "backward-mask"):
+        return Read(f"{said.text}; as in dV: {first.text}", first.cause)  # which says whose
     both = {"grad-scores": "backward-weights", "grad-stored": "backward-scores"}
     if (
         first is not None

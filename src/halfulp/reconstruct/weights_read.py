@@ -15,7 +15,7 @@ from torch import Tensor
 from halfulp.algorithms.backward import sum_groups
 from halfulp.calls import Call
 from halfulp.reconstruct.exact import logarithms, scores_of, weights_of
-from halfulp.reconstruct.keys_read import in_their_place
+from halfulp.reconstruct.keys_read import in_their_place, others_weigh
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.part_ratios import hides
 from halfulp.reconstruct.ranges import ranges
@@ -127,6 +127,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 cause = "split-merge"  # a part that is lost, whatever it weighs
             if marked is extra and not bool((exact[marked.any(-1)] != 0).any()):
                 cause = "masked-row"  # which sees nothing at all
+            elif marked is extra and (theirs := others_weigh(read, exact, extra)):
+                told, cause = f"{told}, {theirs}", "other-data"
             elif marked is extra and (own := hides(call)):
                 cause = own  # what is hidden is a matter of what hides it
             elif marked is not extra and _others_twice(read, exact, marked):
