@@ -1,0 +1,129 @@
+"""Whose weights stand where none should, or twice: parts of the keys that overlap, another's
+numbers beside what is 0, and what a kernel that reshapes its values shows of them.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfulp.algorithms import golden
+from halfulp.calls import Result
+from halfulp.formats import BF16
+from halfulp.recipes import BF16_FLASH2
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.emulating import Emulator, Model, Way
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.naming import Named, differences
+from halfulp.reconstruct.panel import panel
+from halfulp.reconstruct.places import Place, unexplained
+from halfulp.reconstruct.regions import Region, restricted
+from halfulp.reconstruct.result_read import result_read
+from halfulp.reconstruct.standing import standing
+from halfulp.reconstruct.weights_read import compared
+
+TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
+STOCK = Model.of(BF16_FLASH2)
+
+
+def right(trial, **changed):
+    """The exact results, rounded, with some of them changed."""
+    exact = golden(trial.call, trial.grad_out)
+    names = ("out", "grad_query", "grad_key", "grad_value")
+    made = {n: getattr(exact, n).bfloat16() for n in names} | {"lse": exact.lse.float()}
+    return Result(**(made | changed))
+
+
+@pytest.mark.parametrize(("twice", "cause"), [(True, "split-merge"), (False, "causal-mask")])
+def test_tiles_that_count_twice_beside_lost_ones_are_parts_that_overlap(twice, cause):
+    """Every block of 32 queries loses the tile before its own, and has its first one twice."""
+    call = TRIALS["causal"].call
+    col = torch.arange(192).div(32, rounding_mode="floor").expand(192, 192)
+    row = col.T
+    many = torch.ones(192, 192, dtype=torch.float64)
+    many[(row >= 2) & (col == row - 1)] = 0
+    if twice:
+        many[(row >= 2) & (col == 0)] = 2
+    read = compared(TRIALS["causal"], weights_of(call, scores_of(call) + many.log()))
+    assert read.cause == cause, read.text
+    assert ("count twice" in read.text) == twice
+
+
+@pytest.mark.parametrize("whose", ["others", "own"])
+def test_hidden_pairs_that_weigh_as_other_keys_do_are_no_matter_of_the_mask(whose):
+    call = TRIALS["causal"].call
+    exact = weights_of(call, scores_of(call))
+    every = weights_of(call, scores_of(replace(call, sees=replace(call.sees, causal=False))))
+    read = exact.clone()
+    # queries 0-63 see keys 64-127: with what keys 0-63 weigh, or with weights of their own
+    there = exact[:, :, :64, :64] if whose == "others" else every[:, :, :64, 64:128]
+    read[:, :, :64, 64:128] = there
+    told = compared(TRIALS["causal"], read, backward=True)
+    assert told.cause == ("other-data" if whose == "others" else "backward-mask"), told.text
+
+
+def packed_as_if_padded(x):
+    """Rows written at multiples of 64, and read one sequence after the other."""
+    b, n = x.shape[0], x.shape[2]
+    flat = torch.nn.functional.pad(x, (0, 0, 0, -n % 64)).transpose(0, 1).flatten(1, 2)
+    return flat[:, : b * n].unflatten(1, (b, n)).transpose(0, 1)
+
+
+def test_rows_that_are_0_beside_rows_that_are_moved_are_read_elsewhere():
+    def run(asked):
+        return right(asked, out=packed_as_if_padded(right(asked).out))
+
+    asked = {TRIALS[name]: run(TRIALS[name]) for name in ("masked", "plain", "scaled")}
+    places = unexplained(Emulator(asked, run), STOCK, 0.3)
+    assert [(p.tensor, p.cause) for p in places] == [("out", "layout")]
+    assert "rows are 0; numbers stand in another's place" in places[0].text
+
+
+@pytest.mark.parametrize(("cause", "kept"), [("layout", 0), ("non-finite", 0), ("out", 1)])
+def test_what_is_0_in_a_call_says_less_than_what_is_moved_in_others(cause, kept):
+    trials = {TRIALS[n]: right(TRIALS[n]) for n in ("decode", "plain")}
+    lost = Named(CAUSES["unwritten"], "never written", 99.0, "out", "decode", 1.0)
+    elsewhere = Place("out", "plain", "moved", cause, 1.0, 9.0, was_read=cause != "out")
+    left = standing([lost], [elsewhere], Emulator(trials, right), STOCK, STOCK, BF16_FLASH2,
+                    "bfloat16", None)  # fmt: skip
+    assert len(left) == kept
+
+
+def test_a_kernel_that_is_asked_of_some_heads_is_not_asked_of_more_sequences():
+    trial = TRIALS["masked"]
+    half = restricted(
+        Emulator({trial: right(trial)}, right), Region("", {"masked": ((1, 0), (1, 2))}, "")
+    )
+    (own,) = half.trials.values()
+    assert half.run(own) is not None
+    call = own.call
+    two = replace(call, query=call.query.repeat(2, 1, 1, 1), key=call.key.repeat(2, 1, 1, 1),
+                  value=call.value.repeat(2, 1, 1, 1))  # fmt: skip
+    assert half.run(replace(own, call=two, grad_out=own.grad_out.repeat(2, 1, 1, 1))) is None
+
+
+def test_values_that_are_coarse_are_not_told_as_a_division():
+    """One-hot values in blocks with a scale are all off by one factor, and others are not."""
+    trial = TRIALS["plain"]
+
+    def coarse(x):
+        n = x.shape[2]
+        blocks = torch.nn.functional.pad(x.double(), (0, 0, 0, -n % 16)).unflatten(2, (-1, 16))
+        top = blocks.abs().amax(3, keepdim=True).clamp_min(1e-30)
+        return ((blocks / top * 7).round() / 7 * top * 0.97).flatten(2, 3)[:, :, :n]
+
+    def run(asked):
+        call = asked.call
+        p = weights_of(call, scores_of(call))
+        value = coarse(call.value).repeat_interleave(call.groups, 1)
+        return right(asked, out=(p @ value).bfloat16())
+
+    read = result_read(Emulator({trial: run(trial)}, run), STOCK, trial, "out")
+    assert read is not None
+    assert read.cause == "operand", read.text
+
+
+@pytest.mark.parametrize(("apart", "cause"), [(True, "reciprocal"), (False, "row-sum")])
+def test_a_coarse_row_sum_that_lse_does_not_have_is_its_inverse(apart, cause):
+    model = replace(STOCK, forward=Way(BF16_FLASH2.with_(row_sum=BF16)), apart=apart)
+    assert [d.cause for d in differences(model, BF16_FLASH2)] == [cause]
