@@ -96,9 +96,9 @@ class Judge:
                 elsewhere = [w for w in rewritten_ways(self.trial.calls) if w.cause == "option"]
                 found += [(floor, *self.trial.best(floor, (), way)) for way in elsewhere]
         found += eager
-        known = 1.0 if self._sure(found) else self._roundings_share(found, tried)
+        known, told = (1.0, True) if self._sure(found) else self._by_roundings(found, tried)
         explained = known >= DO
-        if self.thorough and known < ALMOST:
+        if self.thorough and known < ALMOST and not told:
             more = self._further(bases, found, explained)
             if max(map(_share, more), default=0.0) > LITTLE:
                 tried = _both([*more, *found])
@@ -224,7 +224,7 @@ class Judge:
         likelier = self.trial.relative > SMALL and not self.trial.is_noise
         for otherwise in (likelier, not likelier):
             if found and (
-                self._sure(found) or self._roundings_share(telling, _both(telling)) >= DO
+                self._sure(found) or self._by_roundings(telling, _both(telling))[0] >= DO
             ):
                 break
             tried, most = other[otherwise], 0.0
@@ -242,16 +242,21 @@ class Judge:
                     most = max(map(_share, here), default=0.0)
         return found, _both(telling)
 
-    def _roundings_share(self, found: list[_Tried], tried: list[Way]) -> float:
-        """What up to three roundings explain together; 0 where other ways explain more."""
+    def _by_roundings(self, found: list[_Tried], tried: list[Way]) -> tuple[float, bool]:
+        """What up to three roundings explain together, 0 where other ways explain more; whether
+        they explain the other calls as well, so that no other formula is looked for.
+        """
         base, share, way = max(found, key=_share)
         if share >= DO and not self._foretells(base, way):
-            return 0.0
+            return 0.0, False
         share, chosen = self._joined(base, share, way, tried if share > FURTHER else [])
         # coarse formats come near to any factor
         near = {"coarser"} if share < ALL else set()
         kinds = {"" if w.cause in near else CAUSES[w.cause].kind for w in chosen}
-        return share if kinds == {"rounding"} else 0.0
+        if kinds != {"rounding"}:
+            return 0.0, False
+        held = share >= DO and bool(self.held.as_bad)
+        return share, held and self.held.predicts(base, chosen) >= MOSTLY
 
     def _joined(
         self, base: Rounding, share: float, way: Way, tried: list[Way], trial: Trial | None = None
