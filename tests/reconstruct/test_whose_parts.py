@@ -9,7 +9,7 @@ import torch
 
 from halfulp.algorithms import golden
 from halfulp.calls import Result
-from halfulp.formats import BF16
+from halfulp.formats import BF16, OCP_E4M3, round_to
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import Emulator, Model, Way
@@ -127,3 +127,26 @@ def test_values_that_are_coarse_are_not_told_as_a_division():
 def test_a_coarse_row_sum_that_lse_does_not_have_is_its_inverse(apart, cause):
     model = replace(STOCK, forward=Way(BF16_FLASH2.with_(row_sum=BF16)), apart=apart)
     assert [d.cause for d in differences(model, BF16_FLASH2)] == [cause]
+
+
+@pytest.mark.parametrize("low", ["operands", "weights"])
+def test_weights_of_dv_that_are_off_by_their_scores_are_told_from_rounded_ones(low):
+    """Q and K in codes of eight bits by row, or P in E4M3, in the backward pass alone."""
+    trial = TRIALS["scaled"]
+
+    def codes(x):
+        step = x.double().abs().amax(-1, keepdim=True) / 127
+        return (x.double() / step.clamp_min(1e-30)).round() * step
+
+    def run(asked):
+        call, do = asked.call, asked.grad_out.double()
+        other = replace(call, query=codes(call.query), key=codes(call.key))
+        p = weights_of(
+            *((other, scores_of(other)) if low == "operands" else (call, scores_of(call)))
+        )
+        p = p if low == "operands" else round_to(p.float(), OCP_E4M3).double()
+        return right(asked, grad_value=(p.mT @ do).bfloat16())
+
+    read = result_read(Emulator({trial: run(trial)}, run), STOCK, trial, "grad_value")
+    assert read is not None
+    assert read.cause == ("backward-scores" if low == "operands" else "probabilities"), read.text

@@ -39,7 +39,8 @@ _FORWARD_CAUSES = {
 }  # fmt: skip
 _BACKWARD_CAUSES = {
     "backward-scores": ("query", "key", "product", "scores", "scale_into",
-                        "scaled_operand", "shifted_scores", "exp_degree"),
+                        "scaled_operand", "shifted_scores"),
+    "exponential": ("exp_degree",),
     "operand": ("grad_out", "value"),
     "delta": ("delta_products", "delta", "delta_from", "residual", "residual_bits",
               "grad_probabilities", "grad_centered"),

@@ -38,6 +38,7 @@ TWICE = 0.02  # of weights, that those which are counted twice may be off by: ro
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _UPSTREAM = {
+    "exponential",
     "lse",
     "lse-other",
     "backward-scores",
@@ -100,6 +101,8 @@ def result_read(
         if told is None and read.cause == "weights":
             told = unit_scores(emulator.run, trial)
         read = told or read
+    if backward and read.by_size and read.cause == "probabilities":  # P, or what it is made of
+        read = unit_scores(emulator.run, trial, backward=True) or read
     if how.where and read.cause and read.cause not in STRUCTURE:
         read = replace(read, text=f"{read.text},{how.where}")
     if not read.cause and how.right:

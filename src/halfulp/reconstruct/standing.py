@@ -68,7 +68,8 @@ def _one_of_two(cause: Named, emulator: Emulator, stock: Recipe) -> bool:
     """
     own, trials = frozenset({cause.tensor}), frozenset({cause.trial})
     (usual,) = emulator.fits(Model.of(stock), own, trials).values()
-    return cause.explained >= PROVEN and usual.times > GROSS
+    whole = cause.cause.key == "operand" and cause.explained >= PROVEN
+    return whole and usual.times > GROSS
 
 
 def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:

@@ -203,7 +203,7 @@ _IN_BACKWARD = {
     "causal-mask": "backward-mask", "mask": "backward-mask", "window": "backward-mask",
     "key-tail": "grad-tail", "query-tail": "grad-tail", "row-sum": "lse",
     "unnormalized": "lse-other",
-    "scale": "backward-scores", "scores": "backward-scores", "exponential": "backward-scores",
+    "scale": "backward-scores", "scores": "backward-scores",
     "softcap": "backward-scores", "weights": "probabilities", "rescale": "backward-weights",
     "split-merge": "backward-weights", "operand": "backward-scores", "row-max": "backward-scores",
 }  # fmt: skip
