@@ -142,7 +142,7 @@ def test_one_of_the_backward_pass_alone_is_told_there():
     assert exponential_of(run, torch.float32) is None
     told = exponential_of(run, torch.float32, backward=True)
     assert told is not None
-    assert told.cause == "backward-scores"
+    assert told.cause == "exponential"
 
 
 @pytest.mark.parametrize(("explained", "first"), [(0.6, "exponential"), (0.95, "weights")])

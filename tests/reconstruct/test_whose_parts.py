@@ -19,7 +19,7 @@ from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.regions import Region, restricted
 from halfulp.reconstruct.result_read import result_read
-from halfulp.reconstruct.standing import standing
+from halfulp.reconstruct.upheld import upheld
 from halfulp.reconstruct.weights_read import compared
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
@@ -84,7 +84,7 @@ def test_what_is_0_in_a_call_says_less_than_what_is_moved_in_others(cause, kept)
     trials = {TRIALS[n]: right(TRIALS[n]) for n in ("decode", "plain")}
     lost = Named(CAUSES["unwritten"], "never written", 99.0, "out", "decode", 1.0)
     elsewhere = Place("out", "plain", "moved", cause, 1.0, 9.0, was_read=cause != "out")
-    left = standing([lost], [elsewhere], Emulator(trials, right), STOCK, STOCK, BF16_FLASH2,
+    left = upheld([lost], [elsewhere], Emulator(trials, right), STOCK, STOCK, BF16_FLASH2,
                     "bfloat16", None)  # fmt: skip
     assert len(left) == kept
 

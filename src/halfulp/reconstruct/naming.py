@@ -57,6 +57,7 @@ SHARED = {
     "scaled_operand", "base", "shift", "block_key", "algorithm",
 }  # fmt: skip
 """Fields that both passes read."""
+_STATISTICS = {"block_sum", "row_max"}
 _EXACT = ("=exact", " in fp64")  # what is not rounded is no cause
 # how a twist of the backward pass alone is called
 _BACKWARD_TWISTS = {
@@ -116,7 +117,8 @@ def differences(model: Model, stock: Recipe) -> list[Difference]:
     for key, text in forward.items():
         shared = [g for g, own in zip(GRADIENTS, gradients, strict=True) if key in own]
         cause = _forward_cause(model.forward, key)
-        if cause == "row-sum" and model.apart:  # l is as it should be in lse: its inverse is not
+        alone = model.apart and not _STATISTICS & {name for _, name in forward}
+        if key[1] == "row_sum" and alone:  # l is as it should be in lse: its inverse is not
             cause = "reciprocal"
         found.append(_difference(cause, text, frozenset((*FORWARD, *shared)), key))
     for key in dict.fromkeys(key for own in gradients for key in own if key not in forward):

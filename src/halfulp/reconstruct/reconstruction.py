@@ -38,7 +38,7 @@ from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
-from halfulp.reconstruct.standing import MILD, standing
+from halfulp.reconstruct.upheld import MILD, upheld
 from halfulp.runs.threads import own_thread
 from halfulp.targets import BHND, Target, device_named, in_its_form, run_target, target_of
 
@@ -238,7 +238,7 @@ def _found(
     common = ("", "") if region is None else (region.text.removeprefix("in "), region.cause)
     located = unexplained(emulator, model, UNEXPLAINED, common, stages.stock)
     places = [_with_field(p, harmless) for p in located]
-    causes = standing(causes, places, emulator, stages.start, model, stock, dtype, region)
+    causes = upheld(causes, places, emulator, stages.start, model, stock, dtype, region)
     return Reconstruction(
         target=name,
         dtype=dtype,

@@ -25,7 +25,7 @@ MILD = 3.0  # times a model's error: no other function is so near
 ALL_BUT = 2.0**-6  # of a number: what is left where it is taken away from one that is rounded
 
 
-def standing(
+def upheld(
     causes: Sequence[Named],
     places: Sequence[Place],
     emulator: Emulator,
