@@ -32,6 +32,7 @@ FEW = 0.02  # of what weights are off by: pairs that make less of it are no matt
 MOSTLY = 0.9  # of a head's rows
 HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
 NEAR = 0.05  # of a weight, which its rounding may make where it is small
+OFTEN = 6  # less often than that a key may be counted
 SOME_LOST = 4  # weights of a row that are 0, and that are not
 MOST_KEYS = 320  # of a trial that is read
 
@@ -131,8 +132,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 told, cause = f"{told}, {theirs}", "other-data"
             elif marked is extra and (own := hides(call)):
                 cause = own  # what is hidden is a matter of what hides it
-            elif marked is not extra and _others_twice(read, exact, marked):
-                told, cause = f"{told}, and others count twice", "split-merge"
+            elif marked is not extra and (often := _others_often(read, exact, marked)):
+                # twice, as where parts overlap, or whatever is there
+                told = f"{told}, and others count {'twice' if often == 2 else f'{often} times'}"
+                cause = "split-merge" if often == 2 else "other-data"
             if backward and call.groups > 1 and pattern.startswith("heads"):
                 cause = "group-sum"
             return Read(f"{pattern} {told}", in_backward(cause) if backward else cause)
@@ -179,18 +182,19 @@ def _small(call: Call, exact: Tensor, lost: Tensor) -> tuple[str, str] | None:
     return None
 
 
-def _others_twice(read: Tensor, exact: Tensor, lost: Tensor) -> bool:
-    """Whether, of rows that lose weights, some keys have twice what others have: parts of the keys
-    begin and end where they should not.
-    """
+def _others_often(read: Tensor, exact: Tensor, lost: Tensor) -> int:
+    """How often, of rows that lose weights, some keys count that others do once; else 0."""
     rows = lost.any(-1)
     seen = ((exact > VISIBLE) & (read > 0))[rows]
     ratio = torch.where(seen, read[rows] / exact[rows], math.nan)
     least = torch.where(seen, ratio, math.inf).amin(-1, keepdim=True)
     times = (ratio / least)[seen]
-    once, twice = ((times / many - 1).abs() < NEAR for many in (1, 2))
-    few = min(int(once.sum()), int(twice.sum()))
-    return few > FEW * len(times) and int((once | twice).sum()) > MOSTLY * len(times)
+    whole = times.round()
+    if not len(times) or float(((times / whole - 1).abs() < NEAR).double().mean()) < MOSTLY:
+        return 0
+    counts = torch.bincount(whole[whole < OFTEN].long(), minlength=OFTEN)
+    some = (counts > FEW * len(times)).nonzero().flatten()
+    return int(some[-1]) if len(some) > 1 and int(counts[some].sum()) > MOSTLY * len(times) else 0
 
 
 def _by_heads(lost: Tensor, possible: Tensor) -> bool:
