@@ -101,8 +101,9 @@ def result_read(
         if told is None and read.cause == "weights":
             told = unit_scores(emulator.run, trial)
         read = told or read
-    if backward and read.by_size and read.cause == "probabilities":  # P, or what it is made of
-        read = unit_scores(emulator.run, trial, backward=True) or read
+    if backward and read.by_size and read.cause == "probabilities" and observed.relative < OTHER:
+        told = unit_scores(emulator.run, trial, backward=True)  # P, or what it is made of
+        read = told if told is not None and told.cause == "backward-scores" else read
     if how.where and read.cause and read.cause not in STRUCTURE:
         read = replace(read, text=f"{read.text},{how.where}")
     if not read.cause and how.right:
