@@ -41,7 +41,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "attention.twentyfirst", "attention.twentysecond",
           "attention.twentythird", "attention.twentyfourth",
            "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
-           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth")  # fmt: skip
+           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
+           "attention.thirtyfirst", "attention.thirtysecond")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -56,7 +57,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.twentyfirst", "attention.twentysecond",
           "attention.twentythird", "attention.twentyfourth",
            "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
-           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth")  # fmt: skip
+           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
+           "attention.thirtyfirst", "attention.thirtysecond")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
