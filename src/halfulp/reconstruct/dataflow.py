@@ -138,6 +138,7 @@ class Said:
 
     text: str
     cause: str  # a key of CAUSES; empty where they say that nothing before the last sum is wrong
+    cut: bool = False  # dS itself comes in fewer bits than its dtype's
 
 
 _OWN = {
@@ -338,7 +339,7 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
         if float((read.read - read.exact).norm()) > ROUGH * float(p_dp.norm()):
             return Said(f"{told}, as much as dP is, by no rounding", "no-delta")
         return Said(f"{told}, as much as dP is off", "delta")
-    return Said(told, "grad-scores")
+    return Said(told, "grad-scores", how.kind == "bits")
 
 
 def _without_weights(read: ReadScores) -> Said | None:

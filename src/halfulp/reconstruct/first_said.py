@@ -15,6 +15,7 @@ from halfulp.calls import Result
 from halfulp.operations import DTYPES
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Emulator, Model
+from halfulp.reconstruct.evidence import UNEXPLAINED
 from halfulp.reconstruct.exponential_read import exponential_of
 from halfulp.reconstruct.floor_read import OVERFLOW, floor_of, products_overflow
 from halfulp.reconstruct.found import Reconstruction
@@ -33,6 +34,8 @@ _OF_FLOORS = {"mask-finite", "masked-row"}
 """What rows show that see nothing, or little, where a finite number hides."""
 _STATISTICS = {"row-max", "row-sum", "lse", "accumulator"}
 """Of a row, and in coarse formats not finite where scores are large."""
+_LARGER = {"sinks", "padding", "unnormalized"}
+"""What a row sum has too much."""
 _AFTER_SUMS = {"out", "reciprocal"}
 """What is wrong with O once it is summed."""
 SAME = 1e-3  # of an error, that is left of it where bits are another format's
@@ -45,13 +48,23 @@ def first_said(
 ) -> Reconstruction:
     """The reconstruction with these causes before its own; equal calls differ by `moved`."""
     found = _without_weights(found, emulator)
-    if told := vanished(emulator):
+    if told := vanished(emulator, _of_larger_sums(found, emulator)):
         over = products_overflow(emulator.run, DTYPES[found.dtype])
         found = _without_rows(found, *(("scores", OVERFLOW) if over else ("maximum", told)))
     else:
         found = _with_floor(_with_exponential(found, emulator), emulator.run)
     found = _with_other_bits(_with_parts(found, emulator), emulator)
     return _with_unstable(found, emulator, moved)
+
+
+def _of_larger_sums(found: Reconstruction, emulator: Emulator) -> set[str]:
+    """The calls whose O is explained by a row sum that has more in it, beside which rows far below
+    it are 0.
+    """
+    if not any(t.cause in _LARGER for t in found.model.forward.twists):
+        return set()
+    fits = emulator.fits(found.model, frozenset({"out"}))
+    return {trial for (trial, _), fit in fits.items() if fit.left < UNEXPLAINED}
 
 
 def _without_weights(found: Reconstruction, emulator: Emulator) -> Reconstruction:

@@ -20,36 +20,43 @@ LEAST = 12  # runs
 WIDTHS = (16, 32, 64, 128, 256)
 
 
-def misplaced(observed: Observed) -> tuple[str, str]:
-    """Whether what is wrong is right elsewhere, in words with an example, and the cause."""
-    got, exact = observed.value.flatten(), observed.exact.flatten()
+def misplaced(observed: Observed, others: Mapping[str, Tensor] | None = None) -> tuple[str, str]:
+    """Whether what is wrong is right elsewhere, in words with an example, and the cause: in the
+    result itself, or in `others`, exact ones by name. What is 0 says nothing.
+    """
+    got = observed.value.flatten()
     if observed.exact.ndim != 4 or observed.exact.shape[-1] < RUN or len(got) < 4 * RUN:
         return "", ""
-    mine, every = got.unfold(0, RUN, RUN // 2), exact.unfold(0, RUN, 1)
-    own = every[:: RUN // 2]
+    mine, own = (x.flatten().unfold(0, RUN, RUN // 2) for x in (observed.value, observed.exact))
     size, right = mine.norm(dim=-1), own.norm(dim=-1)
     typical = float(right.median())
     some = (mine - own).norm(dim=-1) > 0.5 * right
-    off = float((mine - own)[some].square().sum())
+    error = (mine - own).square().sum(-1)
+    off = float(error[some & (size > 0)].sum())
     # runs of numbers that are all but 0 are like any other
     some &= (size > 0.1 * typical) & (right > 0.1 * typical)
-    if typical == 0 or off < MOST * float((mine - own).square().sum()):
+    if typical == 0 or off < MOST * float(error[size > 0].sum()):
         return "", ""
     asked = some.nonzero().flatten()
     asked = asked[:: max(1, len(asked) // SAMPLE)]
     if len(asked) < LEAST:
         return "", ""
-    alike = _unit(mine[asked]) @ _unit(every).T
-    best, at = alike.max(-1)
     place = asked * (RUN // 2)
-    found = (best > SAME) & (alike.gather(-1, place[:, None])[:, 0] < OWN)
-    if int(found.sum()) < max(LEAST, MOST * len(asked)):
-        return "", ""
-    first = int(found.nonzero()[0])
-    here, there = (_where(int(x[first]), observed.exact) for x in (place, at))
-    apart = torch.unique((at - place)[found])
-    told = f", {int(apart)} numbers on" if len(apart) == 1 else ""
-    return f"numbers stand in another's place{told}: at {here} those of {there}", "layout"
+    at_home = (_unit(mine[asked]) * _unit(own[asked])).sum(-1) >= OWN
+    for name, exact in {"": observed.exact, **(others or {})}.items():
+        best, at = (_unit(mine[asked]) @ _unit(exact.flatten().unfold(0, RUN, 1)).T).max(-1)
+        found = (best > SAME) & ~at_home
+        if int(found.sum()) < max(LEAST, MOST * len(asked)):
+            continue
+        first = int(found.nonzero()[0])
+        here, there = (_where(int(x[first]), like) for x, like in (
+            (place, observed.exact), (at, exact)))  # fmt: skip
+        if name:
+            return f"numbers of {name} stand there: at {here} those of {there}", "other-data"
+        apart = torch.unique((at - place)[found])
+        told = f", {int(apart)} numbers on" if len(apart) == 1 else ""
+        return f"numbers stand in another's place{told}: at {here} those of {there}", "layout"
+    return "", ""
 
 
 def over_the_end(zero: Mapping[tuple[str, str], Tensor]) -> int:

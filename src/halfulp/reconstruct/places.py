@@ -22,7 +22,6 @@ from halfulp.reconstruct.evidence import (
     WORST,
     Fit,
     Fits,
-    Observed,
 )
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
@@ -318,7 +317,7 @@ def _by_numbers(
         yield members_counted(trial, tensor, observed)
     yield exchanged(observed)
     if gross:
-        yield misplaced(observed)
+        yield misplaced(observed, _exact_gradients(emulator, trial, tensor))
         yield of_other_operands(trial, tensor, observed)
 
 
@@ -332,13 +331,20 @@ def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tu
     if gross and float(rest.square().sum()) > (1 - CONCENTRATED) * observed.total:
         if reads_others(emulator.run, trial, tensor, observed):
             return "", ""
-        value = torch.where(observed.value != 0, observed.value, observed.exact)
-        moved, key = misplaced(Observed.of(value, observed.exact))
+        moved, key = misplaced(observed, _exact_gradients(emulator, trial, tensor))
         if key:  # some of it from where there is nothing
             return f"{text}; {moved}", key
     gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
             if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
     return text, call_kinds.option_of(gone) or cause  # an option alone hides what it makes 0
+
+
+def _exact_gradients(emulator: Emulator, trial: Trial, tensor: str) -> dict[str, Tensor]:
+    """Those beside a gradient, by name, whose numbers may stand in its place."""
+    if tensor not in GRADIENTS:
+        return {}
+    found = {name: emulator.observed.get((trial.name, name)) for name in GRADIENTS}
+    return {SHORT[n]: o.exact for n, o in found.items() if o is not None and n != tensor}
 
 
 def _paired(

@@ -155,6 +155,7 @@ def _of_grad_scores(
         first is not None
         and first.cause == "probabilities"
         and said.cause in both
+        and not said.cut
         and (not _right(emulator, model, "grad_query", trial))
     ):  # P of which is that of dK
         return Read(f"{said.text}, and P is off in dV", both[said.cause])

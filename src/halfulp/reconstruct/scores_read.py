@@ -16,14 +16,15 @@ from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, forward_weights, in_backward
 
-GROWN = 1.6  # times the error where scores are eight times as large: it is made in them
+LARGE = 256.0  # products, at most: scores of 32, whose operand's last bit is 6 % of a weight
+GROWN = 1.6  # times the error where scores are 32 times as large: it is made in them
 RIGHT = 0.9  # of what weights are off by elsewhere: nothing that rounding P makes is right
 
 
 def unit_scores(run: Run, trial: Trial, *, backward: bool = False) -> Read | None:
     """Whether Q or K alone is what makes weights be off, or the sum of their products: against unit
     vectors every score is one number of the other operand, and no sum. What is off in weights
-    themselves is off as much where scores are an eighth as large; what is off where such scores are
+    themselves is off as much where scores are a 32nd as large; what is off where such scores are
     capped, and right where they are not, is the cap. `backward`: of the weights that dV shows.
     """
     read = _unit_scores(run, trial, backward=backward)
@@ -34,7 +35,7 @@ def _unit_scores(run: Run, trial: Trial, *, backward: bool) -> Read | None:
     off = []
     for name, other in (("query", "key"), ("key", "query")):
         large, small = (
-            _unit_error(run, trial, name, other, size, backward=backward) for size in (64.0, 8.0)
+            _unit_error(run, trial, name, other, size, backward=backward) for size in (LARGE, 8.0)
         )
         if math.isnan(large + small):
             return None
@@ -49,7 +50,8 @@ def _unit_scores(run: Run, trial: Trial, *, backward: bool) -> Read | None:
         capped = trial.call.softcap
         if (
             capped
-            and _unit_error(run, trial, "query", "key", 64.0, capped, backward=backward) > 2 * noise
+            and _unit_error(run, trial, "query", "key", LARGE, capped, backward=backward)
+            > 2 * noise
         ):
             return Read("weights are right where a score is one product that is not capped, and off"
                         " where it is: it is the cap", "softcap")  # fmt: skip

@@ -5,7 +5,7 @@ features or rows are others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -120,11 +120,12 @@ def _exact_out(trial: Trial, factor: float) -> Tensor:
     return weights_of(call, scores_of(call)) @ value
 
 
-def vanished(emulator: Emulator) -> str:
+def vanished(emulator: Emulator, explained: Collection[str] = ()) -> str:
     """Whether rows of O are 0, or not finite, by nothing but how far their scores lie from 0, as
-    exponentials are that lack their row's maximum; in words.
+    exponentials are that lack their row's maximum; in words. Of calls that are not `explained`.
     """
-    outs = {n: o for (n, tensor), o in emulator.observed.items() if tensor == "out"}
+    outs = {n: o for (n, tensor), o in emulator.observed.items()
+            if tensor == "out" and n not in explained}  # fmt: skip
     gone = {n: (~o.usable).any(-1) | ((o.value == 0).all(-1) & (o.exact != 0).any(-1))
             for n, o in outs.items() if n != "small"}  # fmt: skip
     if sum(int(rows.sum()) for rows in gone.values()) < SOME:

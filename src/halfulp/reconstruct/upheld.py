@@ -10,7 +10,7 @@ from halfulp.recipes import Recipe
 from halfulp.reconstruct.call_causes import of_calls
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model
-from halfulp.reconstruct.evidence import UNEXPLAINED
+from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
 from halfulp.reconstruct.naming import GROSS, PROVEN, Named
 from halfulp.reconstruct.panel import Trial, panel
 from halfulp.reconstruct.places import OF_CALLS, Place
@@ -20,6 +20,7 @@ from halfulp.reconstruct.silent_read import is_zero
 
 AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
+FEW = 0.1  # of a result's numbers may be 0 where it is not
 TILE = 128  # rows, at most
 MILD = 3.0  # times a model's error: no other function is so near
 ALL_BUT = 2.0**-6  # of a number: what is left where it is taken away from one that is rounded
@@ -41,7 +42,8 @@ def upheld(
     known = _known(emulator, start, model)
     gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
     causes = [n for n in causes if n.harm > MILD or not gross or _one_of_two(n, emulator, stock)]
-    causes = [_or_zero(n, emulator, model) for n in causes if _holds(n, places, n.tensor in known)]
+    causes = [n if _elsewhere(n, emulator, start, model) else _or_zero(n, emulator, model)
+              for n in causes if _holds(n, places, n.tensor in known)]  # fmt: skip
     # what is small rounds to 0, by whatever makes it
     causes = [n for n in causes if not _all_there_is(n, causes, emulator)
               and not _more_elsewhere(n, places)
@@ -72,6 +74,20 @@ def _one_of_two(cause: Named, emulator: Emulator, stock: Recipe) -> bool:
     return whole and usual.times > GROSS
 
 
+def _elsewhere(cause: Named, emulator: Emulator, start: Model, model: Model) -> bool:
+    """Whether a result that is 0 on the call which shows a cause most is explained on others, where
+    few of its numbers are.
+    """
+    own = frozenset({cause.tensor})
+    old, new = (emulator.fits(m, own) for m in (start, model))
+    return any(
+        fit.left > UNEXPLAINED > new[key].left
+        and fit.times > HARMFUL
+        and float((emulator.observed[key].value == 0).double().mean()) < FEW
+        for key, fit in old.items()
+    )
+
+
 def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
     """What makes a whole result 0 is not told from one that is never written; what is all but 0 was
     written.
@@ -79,7 +95,7 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
     observed = emulator.observed[cause.trial, cause.tensor]
     if cause.trial == "small" or cause.cause.key in STRUCTURE - {"unwritten"}:
         return cause  # what is small may round to 0; what is hidden may be all there is
-    if cause.function and is_zero(observed):
+    if (cause.function or cause.twists) and is_zero(observed):
         return replace(cause, cause=CAUSES["unwritten"])
     if not cause.function or cause.cause.key != "unwritten":
         return cause
