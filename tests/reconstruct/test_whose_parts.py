@@ -10,16 +10,22 @@ import torch
 from halfulp.algorithms import golden
 from halfulp.calls import Result
 from halfulp.formats import BF16, OCP_E4M3, round_to
-from halfulp.recipes import BF16_FLASH2
+from halfulp.recipes import BF16_FLASH2, FP16_FLASH2
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.emulating import Emulator, Model, Way
+from halfulp.reconstruct.emulating import TENSORS, Emulator, Model, Way
+from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.heads import sums
+from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.naming import Named, differences
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.regions import Region, restricted
 from halfulp.reconstruct.result_read import result_read
+from halfulp.reconstruct.suggested import vanished
+from halfulp.reconstruct.sums_read import one_term
 from halfulp.reconstruct.upheld import upheld
+from halfulp.reconstruct.weight_ratios import Read
 from halfulp.reconstruct.weights_read import compared
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
@@ -150,3 +156,92 @@ def test_weights_of_dv_that_are_off_by_their_scores_are_told_from_rounded_ones(l
     read = result_read(Emulator({trial: run(trial)}, run), STOCK, trial, "grad_value")
     assert read is not None
     assert read.cause == ("backward-scores" if low == "operands" else "probabilities"), read.text
+
+
+def test_keys_that_lose_bits_beside_their_mean_are_another_operand():
+    """What their rounding makes of a weight is no more than O's own rounding does."""
+    trial = TRIALS["plain"]
+
+    def run(asked):
+        key = asked.call.key
+        other = (key - key.float().mean(2, keepdim=True).bfloat16()).bfloat16()
+        call = replace(asked.call, key=other)  # which has the same weights, but for its bits
+        p = weights_of(call, scores_of(call)).bfloat16().double()
+        return right(asked, out=(p @ call.value.double()).bfloat16())
+
+    read = result_read(Emulator({trial: run(trial)}, run), STOCK, trial, "out")
+    assert read is not None
+    assert read.cause == "operand", read.text
+
+
+def test_an_operand_by_one_scale_of_all_is_found_though_zeros_have_none():
+    """dO in E4M3 by its largest number: of dO that is 0 the scale is no number."""
+    trial = TRIALS["plain"]
+
+    def run(asked):
+        scale = 448 / asked.grad_out.double().abs().amax()
+        low = round_to((asked.grad_out.double() * scale).float(), OCP_E4M3).double() / scale
+        exact = golden(asked.call, low)
+        return right(asked, grad_value=exact.grad_value.bfloat16())
+
+    assert one_term(run, trial, "grad_value") == "operand"
+
+
+@pytest.mark.parametrize(
+    ("moved", "cause"), [("others", "other-data"), ("own", "layout"), ("", "")]
+)
+def test_numbers_of_another_gradient_are_told_from_moved_ones(moved, cause):
+    """Three gradients that are views of one tensor, each stored as if it had its own."""
+    exact = [torch.randn(1, 2, 64, 32, dtype=torch.float64) for _ in range(3)]
+    memory = torch.zeros(1, 2, 3 * 64, 32, dtype=torch.float64)
+    for first, x in enumerate(exact):
+        memory[:, :, first : first + 64] = x if moved == "others" else exact[0]
+    read = memory[:, :, ::3] if moved else exact[0].bfloat16().double()
+    told = misplaced(Observed.of(read, exact[0]), {"dK": exact[1], "dV": exact[2]})
+    assert told[1] == cause, told
+    assert ("dV" in told[0]) == (moved == "others")
+
+
+@pytest.mark.parametrize(("cut", "cause"), [(True, "grad-scores"), (False, "backward-weights")])
+def test_a_gradient_of_scores_in_few_bits_is_its_own_whatever_dv_says(cut, cause):
+    """A kernel in float16 whose backward pass has dS, or P, in bf16."""
+    trial = {t.name: t for t in panel(torch.float16)}["plain"]
+
+    def run(asked):
+        call, do = asked.call, asked.grad_out.double()
+        p = weights_of(call, scores_of(call)).bfloat16().double()
+        dp = do @ call.value.double().mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        ds = ds.bfloat16().double() if cut else ds
+        dq, dk = (x * call.scale for x in (ds @ call.key.double(), ds.mT @ call.query.double()))
+        made = {"grad_query": dq, "grad_key": dk, "grad_value": p.mT @ do}
+        exact = golden(call, asked.grad_out)
+        return Result(exact.out.half(), exact.lse.float(), *(x.half() for x in made.values()))
+
+    emulator = Emulator({trial: run(trial)}, run)
+    said = [Read("the weights are off by 0.2 %, whatever the score", "probabilities")]
+    stock = Model.of(FP16_FLASH2)
+    read = result_read(emulator, stock, trial, "grad_query", said)
+    assert read is not None
+    assert read.cause == cause, read.text
+
+
+def test_rows_far_below_a_sum_that_has_more_do_not_lack_their_maximum():
+    """A key of zeros behind the others, which every query sees."""
+    more = next(iter(sums()))
+    way = Way(BF16_FLASH2, (more,))
+    model = Model(way, (way,) * 3)
+
+    def run(asked):
+        made = {n: Emulator({}).made(asked, model, n) for n in TENSORS}
+        made = {n: x if n == "lse" else x.bfloat16() for n, x in made.items()}
+        # in float16 what is left of a weight of exp(−40) is 0
+        return Result(**(made | {"out": made["out"].half().bfloat16()}))
+
+    emulator = Emulator({TRIALS[n]: run(TRIALS[n]) for n in ("sharp", "plain", "causal")}, run)
+    assert vanished(emulator)
+    assert not vanished(emulator, {"sharp"})
+    named = Named(CAUSES["unnormalized"], more.text, 9.0, "out", "sharp", 1.0, function=True,
+                  twists=(more.key,))  # fmt: skip
+    left = upheld([named], [], emulator, STOCK, model, BF16_FLASH2, "bfloat16", None)
+    assert [n.cause.key for n in left] == ["unnormalized"]

@@ -30,12 +30,16 @@ def misplaced(observed: Observed, others: Mapping[str, Tensor] | None = None) ->
     mine, own = (x.flatten().unfold(0, RUN, RUN // 2) for x in (observed.value, observed.exact))
     size, right = mine.norm(dim=-1), own.norm(dim=-1)
     typical = float(right.median())
+    # what is moved is moved in whole rows
+    inside = torch.arange(len(mine)) * (RUN // 2) % observed.exact.shape[-1]
     some = (mine - own).norm(dim=-1) > 0.5 * right
+    some &= inside <= observed.exact.shape[-1] - RUN
     error = (mine - own).square().sum(-1)
-    off = float(error[some & (size > 0)].sum())
+    known = (size > 0) & (inside <= observed.exact.shape[-1] - RUN)
+    off = float(error[some & known].sum())
     # runs of numbers that are all but 0 are like any other
     some &= (size > 0.1 * typical) & (right > 0.1 * typical)
-    if typical == 0 or off < MOST * float(error[size > 0].sum()):
+    if typical == 0 or off < MOST * float(error[known].sum()):
         return "", ""
     asked = some.nonzero().flatten()
     asked = asked[:: max(1, len(asked) // SAMPLE)]

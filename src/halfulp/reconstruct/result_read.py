@@ -263,6 +263,10 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
         if terms and tensor == "out":  # of weights that are 1, which every format holds
             return Read(f"{told}; where all weights are alike O is off too, more so from {terms}"
                         " keys on: it is the sum", "accumulator")  # fmt: skip
+        by_scores = unit_scores(emulator.run, trial, backward=tensor == "grad_value") if (
+            other > OTHER_BITS) else None  # fmt: skip
+        if by_scores is not None and by_scores.cause in ("operand", "backward-scores"):
+            return Read(f"{told}; {by_scores.text}", by_scores.cause)
         if other > OTHER_BITS:
             told += f"; {100 * other:.2g} % of them are other than any recipe's: they are rounded"
             return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
