@@ -257,7 +257,8 @@ def _told(
         if others:
             paired = others.told == "heads" and not others.beside and _paired(
                 emulator, model, trial, tensor, bad or frozenset({worst}))  # fmt: skip
-            return others.text, "key-heads" if paired else "other-data", False, True
+            own_head = "ragged" if only[1] == "ragged" and others.told == "rows" else "other-data"
+            return others.text, "key-heads" if paired else own_head, False, True
     parts: list[str] = []
     cause = "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
     told, special = only
