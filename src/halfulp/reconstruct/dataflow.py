@@ -189,15 +189,15 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
                 f"dS is right as {short[tensor]} shows it: the {of} that it is multiplied by is off"
             )
             return Said(told, "operand")
+        more = min(_delta_errs(r, dtype) for r in seen.values())
+        if len(seen) > 1 and more > BY_ROWS:
+            told = f"dS is right as dQ and dK show it, but for δ, which errs {more:.2g} × what"
+            return Said(f"{told} the rounding of O makes of it", "delta")
         if how.right or how.kind == "noise":
             terms = from_terms(run, trial, tensor)
             told = f"dS is right as {short[tensor]} shows it, and {short[tensor]} is off"
             if terms:
                 return Said(f"{told}, more so from {terms} terms on", "grad-accumulator")
-        more = min(_delta_errs(r, dtype) for r in seen.values())
-        if len(seen) > 1 and more > BY_ROWS:
-            told = f"dS is right as dQ and dK show it, but for δ, which errs {more:.2g} × what"
-            return Said(f"{told} the rounding of O makes of it", "delta")
         of = "" if other is own or other.right else ", unlike in the other gradient"
         told = f"dS is right as {short[tensor]} shows it{of}: what differs is an operand or a sum"
         return Said(told, "")

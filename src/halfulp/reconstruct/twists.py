@@ -213,6 +213,9 @@ def scales() -> Iterator[Twist]:
     )  # fmt: skip
     for key, text, factor in factors:
         yield Twist(f"scale-{key}", text, name, scaled(factor))
+    yield Twist("scale-after", "O is scaled in place of the scores", name, scaled(lambda _: 1.0),
+                lambda trial, tensors: tensors | {
+                    n: x * trial.call.scale for n, x in tensors.items() if n != "lse"})  # fmt: skip
 
 
 def _cut_keys(
