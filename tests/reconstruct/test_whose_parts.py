@@ -12,6 +12,7 @@ from halfulp.calls import Result
 from halfulp.formats import BF16, OCP_E4M3, round_to
 from halfulp.recipes import BF16_FLASH2, FP16_FLASH2
 from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.dataflow import grad_scores
 from halfulp.reconstruct.emulating import TENSORS, Emulator, Model, Way
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
@@ -24,6 +25,7 @@ from halfulp.reconstruct.regions import Region, restricted
 from halfulp.reconstruct.result_read import result_read
 from halfulp.reconstruct.suggested import vanished
 from halfulp.reconstruct.sums_read import one_term
+from halfulp.reconstruct.twists import scales
 from halfulp.reconstruct.upheld import upheld
 from halfulp.reconstruct.weight_ratios import Read
 from halfulp.reconstruct.weights_read import compared
@@ -245,3 +247,51 @@ def test_rows_far_below_a_sum_that_has_more_do_not_lack_their_maximum():
                   twists=(more.key,))  # fmt: skip
     left = upheld([named], [], emulator, STOCK, model, BF16_FLASH2, "bfloat16", None)
     assert [n.cause.key for n in left] == ["unnormalized"]
+
+
+def test_o_that_is_scaled_in_place_of_the_scores_is_a_matter_of_the_scale():
+    """softmax(Q Kᵀ) scale V, and the gradients of that, by autograd."""
+
+    def run(asked):
+        call = asked.call
+        q, k, v = (x.double().requires_grad_() for x in (call.query, call.key, call.value))
+        out = (q @ k.mT).softmax(-1) * call.scale @ v
+        grads = torch.autograd.grad(out, (q, k, v), asked.grad_out.double())
+        return Result(*(x.detach().bfloat16() for x in (out, out[..., 0])),
+                      *(x.bfloat16() for x in grads))  # fmt: skip
+
+    trial = TRIALS["plain"]
+    emulator = Emulator({trial: run(trial)}, run)
+    (after,) = (twist for twist in scales() if twist.key == "scale-after")
+    way = Way(BF16_FLASH2.with_(delta_from="probabilities"), (after,))
+    names = frozenset(TENSORS) - {"lse"}
+    fits = emulator.fits(Model(way, (way,) * 3), names)
+    assert len(fits) == len(names)
+    assert max(fit.left for fit in fits.values()) < 0.05, {k: f.left for k, f in fits.items()}
+
+
+@pytest.mark.parametrize(("low", "cause"), [("delta", "delta"), ("sum", "grad-accumulator")])
+def test_a_coarse_delta_is_told_from_the_sums_of_its_gradients(low, cause):
+    """Both err by about what rounding makes, the one by rows, the other as its sums run."""
+    trial = TRIALS["scaled"]
+
+    def summed(left, right_):
+        total = torch.zeros(*left.shape[:-1], right_.shape[-1], dtype=torch.float64)
+        for first in range(0, left.shape[-1], 8):
+            some = slice(first, first + 8)
+            total = total + left[..., some] @ right_[..., some, :]
+            total = total.bfloat16().double() if low == "sum" else total
+        return total
+
+    def run(asked):
+        call, do = asked.call, asked.grad_out.double()
+        p = weights_of(call, scores_of(call))
+        delta = (do * (p @ call.value.double())).sum(-1, keepdim=True)
+        coarse = round_to(delta.float(), OCP_E4M3).double() if low == "delta" else delta
+        ds = p * (do @ call.value.double().mT - coarse) * call.scale
+        return right(asked, grad_query=summed(ds, call.key.double()).bfloat16(),
+                     grad_key=summed(ds.mT, call.query.double()).bfloat16())  # fmt: skip
+
+    read = grad_scores(run, trial, "grad_query")
+    assert read is not None
+    assert read.cause == cause, read.text
