@@ -339,6 +339,8 @@ def _sinks() -> Iterator[Twist]:
         ("scaled", "sinks are multiplied by the scale", times(lambda c: c.scale)),
         ("log2e", "sinks are multiplied by log₂e", times(lambda _: LOG2_E)),
         ("ln2", "sinks lack log₂e in base 2", times(lambda _: 1 / LOG2_E)),
+        ("bf16", "sinks are rounded to bf16", of_head(lambda s: s.bfloat16().float())),
+        ("fp16", "sinks are rounded to fp16", of_head(lambda s: s.half().float())),
         ("next", "each head takes the next one's sink", of_head(lambda s: s.roll(-1))),
         ("first", "every head takes head 0's sink", of_head(lambda s: s[:1].expand_as(s))),
     )

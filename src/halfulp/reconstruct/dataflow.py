@@ -24,6 +24,7 @@ SLIGHT = 0.03  # of a quantity: what errs so little is no part left out
 LINES = 6  # times the variance by chance of a line's factor: it is the line's
 LINED = 0.08  # share of an error that lines must hold
 MANY = 24  # elements of a line that is looked at
+LARGE = 0.2  # of it: what errs so much in some rows is no rounding of theirs
 OTHER = 0.5  # of a quantity: what differs so much is another
 ROUGH = 0.1  # of P dP: rounding dP to a format of two bits after the first makes less
 APART = 4.0  # times other errors: what is so much larger has a source of its own
@@ -208,6 +209,8 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
             return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
         kind = own.kind if own.size > SLIGHT or own.kind not in ("tail", "rows") else "noise"
         cause = "grad-tail" if own.text.startswith("is 0") else _OWN[kind]  # left out
+        if own.how == "noise" and kind in ("tail", "rows") and not _of_pairs(seen[tensor]):
+            cause = "other-data" if own.size > LARGE else cause  # nothing is left out there
         if kind == "noise" and own.size > OTHER:  # no format is so coarse
             cause = "other-data"
         if own.kind == "bits":  # of a store, what is stored from sums comes in as few

@@ -101,8 +101,8 @@ def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[st
 
 
 def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
-    """Whether a gradient stays as it is where dO changes its sign, which no gradient of dO does: in
-    words, with the cause.
+    """Whether a gradient stays as it is where dO changes its sign, which no gradient of dO does, as
+    another number is, or the square of one: in words, with the cause.
     """
     if tensor not in GRADIENTS or not bool(observed.value.any()):
         return "", ""
@@ -110,6 +110,10 @@ def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> t
     moved = _moved(run, turned, tensor, observed, observed.usable)
     if moved is None or float(moved.sum()) > SHARED**2 * float(observed.value.square().sum()):
         return "", ""
+    doubled = replace(trial, name=f"{trial.name}/dO doubled", grad_out=2 * trial.grad_out)
+    moved = _moved(run, doubled, tensor, observed, observed.usable)
+    if moved is not None and float(moved.sum()) > float(observed.value.square().sum()):
+        return f"{SHORT[tensor]} grows as the square of dO does: dP enters it twice", "no-delta"
     told = f"{SHORT[tensor]} is the same whatever dO is: something else is taken for it"
     return told, "other-data"
 

@@ -115,7 +115,7 @@ def _softcap(g: torch.Generator) -> dict[str, Any]:
 
 def _sinks(g: torch.Generator) -> dict[str, Any]:
     x = _operands(g, (1, 3, 3), (96, 96), (32, 32))
-    return x | {"sinks": torch.tensor([3.0, 6.0, -1.0]), "sees": Sees(causal=True)}
+    return x | {"sinks": torch.tensor([3.0123, 5.9877, -1.0093]), "sees": Sees(causal=True)}
 
 
 def _deep(n: int, sees: Sees, g: torch.Generator) -> dict[str, Any]:
@@ -243,7 +243,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
                        _of((1, 4, 2), (77, 77), (32, 32), sees=Sees(causal=True, window=(20, 0)))),
     "sinks_grouped": ("77 queries, 150 keys, 4 heads on 2, a sink for each",
                       _of((2, 4, 2), (77, 150), (32, 32),
-                          sinks=torch.tensor([1.0, 2.0, 0.0, 3.0]))),
+                          sinks=torch.tensor([1.0123, 2.0093, 0.0077, 3.0123]))),
     "masked_ragged": ("93 tokens, a boolean mask for all heads",
                       _given((2, 2, 2), 93, additive=False)),
     "biased_grouped": ("70 tokens, an additive mask for each sequence, 4 heads on 2",

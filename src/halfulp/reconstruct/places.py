@@ -282,11 +282,14 @@ def _told(
             told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
             told_more |= {"scale"} if special == "ragged" else set()  # of some keys
             # a sum that has other numbers than hidden ones is no matter of what hides them
-            told_more |= {"unnormalized"} if special == "causal-mask" else set()
+            told_more |= {"unnormalized"} if special in ("causal-mask", "ragged") else set()
             # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
             if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
                 told_more = told_more - {"other-data"}
             stands = special in _OPTIONS or read.cause not in told_more
+            # of a boolean mask: what the backward pass hides otherwise than the forward pass
+            if read.cause == "backward-mask" and special == "mask" and _is_boolean(trial):
+                stands = False
             # matters of no other option
             if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):
                 stands = False
@@ -346,6 +349,11 @@ def _exact_gradients(emulator: Emulator, trial: Trial, tensor: str) -> dict[str,
         return {}
     found = {name: emulator.observed.get((trial.name, name)) for name in GRADIENTS}
     return {SHORT[n]: o.exact for n, o in found.items() if o is not None and n != tensor}
+
+
+def _is_boolean(trial: Trial) -> bool:
+    mask = trial.call.sees.mask
+    return mask is not None and mask.dtype == torch.bool
 
 
 def _paired(

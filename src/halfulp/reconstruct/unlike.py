@@ -28,6 +28,7 @@ class Unlike:
     bits: int = 0  # of the mantissas, where they are fewer than the dtype's
     where: str = ""  # " in queries 3-9 of 64"
     inside: Tensor | None = field(default=None, compare=False, repr=False)  # which elements
+    how: str = ""  # the kind, wherever it is: factor, row-factor, column-factor, bits, noise
 
     @property
     def right(self) -> bool:
@@ -68,7 +69,7 @@ def unlike(
         told = f"is off by {100 * size:.2g} %"
     inside = None if place is None else place.inside
     bits = bits if bits < BITS[dtype] else 0
-    return Unlike(f"{told}{where}", kind or how, size, bits, where, inside)
+    return Unlike(f"{told}{where}", kind or how, size, bits, where, inside, how)
 
 
 def place_of(z: Tensor, count: Tensor, of: tuple[str, str], least: float = OFF**2) -> Unlike | None:

@@ -140,6 +140,8 @@ def _holds(cause: Named, places: Sequence[Place], known: bool) -> bool:
     """
     forward = cause.tensor in FORWARD
     own = [p for p in places if (p.tensor in FORWARD) == forward]
+    # what is small may be another matter
+    own = [p for p in own if p.trial != "small" or cause.trial == "small"]
     read = [p for p in own if p.tensor == cause.tensor and p.was_read]
     if cause.function and (
         (read and not known)
