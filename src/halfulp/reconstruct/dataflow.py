@@ -204,25 +204,32 @@ def grad_scores(run: Run, trial: Trial, tensor: str) -> Said | None:
         return Said(told, "")
     part = _part(seen[tensor], own, dtype)
     if other.right and part.cause not in ("delta", "no-delta"):
-        told = f"dS is right in {short['grad_key' if tensor == 'grad_query' else 'grad_query']}"
-        if own.kind not in ("tail", "rows", "head") and (pairs := _of_pairs(seen[tensor])):
-            return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
-        kind = own.kind if own.size > SLIGHT or own.kind not in ("tail", "rows") else "noise"
-        cause = "grad-tail" if own.text.startswith("is 0") else _OWN[kind]  # left out
-        if own.how == "noise" and kind in ("tail", "rows") and not _of_pairs(seen[tensor]):
-            cause = "other-data" if own.size > LARGE else cause  # nothing is left out there
-        if kind == "noise" and own.size > OTHER:  # no format is so coarse
-            cause = "other-data"
-        if own.kind == "bits":  # of a store, what is stored from sums comes in as few
-            asked = run(trial)
-            grad = None if asked is None else getattr(asked, tensor)
-            if grad is not None and mantissa_bits(grad.double()) > own.bits:
-                cause = "grad-scores"
-        told = f"{told}, in {short[tensor]} it {own.text}"
-        if cause == "grad-stored" and (terms := from_terms(run, trial, tensor)):
-            told, cause = f"{told}, more so from {terms} terms on", "grad-accumulator"
-        return Said(told, cause)
+        return _of_one(run, trial, tensor, seen[tensor], own)
     return part
+
+
+def _of_one(run: Run, trial: Trial, tensor: str, read: ReadScores, own: Unlike) -> Said:
+    """What one gradient alone does to dS, which the other has right."""
+    short = {"grad_query": "dQ", "grad_key": "dK"}
+    told = f"dS is right in {short['grad_key' if tensor == 'grad_query' else 'grad_query']}"
+    pairs, some = _of_pairs(read), own.kind in ("tail", "rows")
+    if pairs and not some and own.kind != "head":
+        return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
+    kind = "noise" if some and own.size <= SLIGHT else own.kind
+    cause = "grad-tail" if own.text.startswith("is 0") else _OWN[kind]  # left out
+    if own.how == "noise" and kind in ("tail", "rows") and not pairs and own.size > LARGE:
+        cause = "other-data"  # nothing is left out there
+    if kind == "noise" and own.size > OTHER:  # no format is so coarse
+        cause = "other-data"
+    if own.kind == "bits":  # of a store, what is stored from sums comes in as few
+        asked = run(trial)
+        grad = None if asked is None else getattr(asked, tensor)
+        if grad is not None and mantissa_bits(grad.double()) > own.bits:
+            cause = "grad-scores"
+    told = f"{told}, in {short[tensor]} it {own.text}"
+    if cause == "grad-stored" and (terms := from_terms(run, trial, tensor)):
+        told, cause = f"{told}, more so from {terms} terms on", "grad-accumulator"
+    return Said(told, cause)
 
 
 def _of_pairs(read: ReadScores) -> tuple[str, str] | None:

@@ -279,22 +279,7 @@ def _told(
             read = replace(read, cause="mask-finite")
         # no option alone has its sums rounded
         if read.cause and read.cause not in ("accumulator", *["grad-accumulator"] * option):
-            told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
-            told_more |= {"scale"} if special == "ragged" else set()  # of some keys
-            # a sum that has other numbers than hidden ones is no matter of what hides them
-            told_more |= {"unnormalized"} if special in ("causal-mask", "ragged") else set()
-            # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
-            if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
-                told_more = told_more - {"other-data"}
-            stands = special in _OPTIONS or read.cause not in told_more
-            # of a boolean mask: what the backward pass hides otherwise than the forward pass
-            if read.cause == "backward-mask" and special == "mask" and _is_boolean(trial):
-                stands = False
-            # matters of no other option
-            if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):
-                stands = False
-            # a rounding is what it is, wherever it shows
-            stands = stands and (gross or CAUSES[read.cause].kind != "rounding")
+            stands = _stands(special, read, trial, tensor, gross=gross)
             return "; ".join(parts), cause if option and stands else read.cause, False, True
         cause = cause if option else read.cause or cause
     place, key = _where(emulator, model, tensor, worst)
@@ -305,6 +290,29 @@ def _told(
             cause = key
     alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
+
+
+def _stands(special: str, read: Read, trial: Trial, tensor: str, *, gross: bool) -> bool:
+    """Whether what the calls have in common that alone show something, `special`, says more of it
+    than what was read.
+    """
+    told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
+    told_more |= {"scale"} if special == "ragged" else set()  # of some keys
+    # a sum that has other numbers than hidden ones is no matter of what hides them
+    told_more |= {"unnormalized"} if special in ("causal-mask", "ragged") else set()
+    # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
+    if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
+        told_more = told_more - {"other-data"}
+    stands = special in _OPTIONS or read.cause not in told_more
+    mask = trial.call.sees.mask
+    # of a boolean mask: what the backward pass hides otherwise than the forward pass
+    if read.cause == "backward-mask" and special == "mask" and mask is not None:
+        stands = mask.dtype != torch.bool
+    # matters of no other option
+    if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):
+        stands = False
+    # a rounding is what it is, wherever it shows
+    return stands and (gross or CAUSES[read.cause].kind != "rounding")
 
 
 def _by_numbers(
@@ -349,11 +357,6 @@ def _exact_gradients(emulator: Emulator, trial: Trial, tensor: str) -> dict[str,
         return {}
     found = {name: emulator.observed.get((trial.name, name)) for name in GRADIENTS}
     return {SHORT[n]: o.exact for n, o in found.items() if o is not None and n != tensor}
-
-
-def _is_boolean(trial: Trial) -> bool:
-    mask = trial.call.sees.mask
-    return mask is not None and mask.dtype == torch.bool
 
 
 def _paired(
