@@ -43,7 +43,7 @@ def upheld(
     gross = any(p.was_read and p.times > GROSS for p in places)  # beside which little is nothing
     causes = [n for n in causes if n.harm > MILD or not gross or _one_of_two(n, emulator, stock)]
     causes = [n if _elsewhere(n, emulator, start, model) else _or_zero(n, emulator, model)
-              for n in causes if _holds(n, places, n.tensor in known)]  # fmt: skip
+              for n in causes if holds(n, places, known=n.tensor in known)]  # fmt: skip
     # what is small rounds to 0, by whatever makes it
     causes = [n for n in causes if not _all_there_is(n, causes, emulator)
               and not _more_elsewhere(n, places)
@@ -134,7 +134,7 @@ def _known(emulator: Emulator, start: Model, model: Model) -> set[str]:
     return {t for t in TENSORS if 3 * done.count(t) >= sum(key[1] == t for key in bad)}
 
 
-def _holds(cause: Named, places: Sequence[Place], known: bool) -> bool:
+def holds(cause: Named, places: Sequence[Place], *, known: bool) -> bool:
     """Whether a cause stands beside what was located: what is wrong first is wrong later as well,
     and what was read is surer than what explains a part, or a few of the calls (not `known`).
     """
