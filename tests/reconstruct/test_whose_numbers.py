@@ -130,7 +130,7 @@ def test_pairs_of_a_boolean_mask_that_the_backward_pass_sees_are_its_own(name, c
 
 @pytest.mark.parametrize(("trial", "kept"), [("small", True), ("plain", False)])
 def test_what_small_values_show_does_not_stand_for_what_others_do(trial, kept):
-    low = Named(CAUSES["probabilities"], "P in dV is 0 where it is small", 9.0, "grad_value", "long",
+    low = Named(CAUSES["probabilities"], "P in dV is 0 where small", 9.0, "grad_value", "long",
                 0.95, function=True)  # fmt: skip
     elsewhere = Place("grad_value", trial, "off after its sum", "grad-stored", 1.0, 10.0,
                       was_read=True)  # fmt: skip
