@@ -18,7 +18,7 @@ from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Emulator, M
 from halfulp.reconstruct.evidence import UNEXPLAINED
 from halfulp.reconstruct.exponential_read import exponential_of
 from halfulp.reconstruct.floor_read import OVERFLOW, floor_of, products_overflow
-from halfulp.reconstruct.found import Reconstruction
+from halfulp.reconstruct.found import WELL, Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.parts_read import merged
@@ -163,6 +163,8 @@ def _with_parts(found: Reconstruction, emulator: Emulator) -> Reconstruction:
     told = [(n.cause.key, n.explained >= PROVEN) for n in found.causes]
     told += [(p.cause, p.was_read or p.trials_alone) for p in found.places]
     sure = told and told[0][1] and told[0][0] in _SURER
+    sure = sure or (bool(told) and any(
+        e.tensor == "out" and e.share >= WELL for e in found.explained))  # fmt: skip
     if sure or (parts := merged(emulator)) is None:
         return found
     trial, text = parts

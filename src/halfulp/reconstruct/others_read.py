@@ -113,7 +113,10 @@ def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> t
     doubled = replace(trial, name=f"{trial.name}/dO doubled", grad_out=2 * trial.grad_out)
     moved = _moved(run, doubled, tensor, observed, observed.usable)
     if moved is not None and float(moved.sum()) > float(observed.value.square().sum()):
-        return f"{SHORT[tensor]} grows as the square of dO does: dP enters it twice", "no-delta"
+        told = f"{SHORT[tensor]} grows as the square of dO does"
+        if tensor == "grad_value":
+            return f"{told}: what follows dO stands in the place of P", "other-data"
+        return f"{told}: dP enters it twice", "no-delta"
     told = f"{SHORT[tensor]} is the same whatever dO is: something else is taken for it"
     return told, "other-data"
 

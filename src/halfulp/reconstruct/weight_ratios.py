@@ -470,8 +470,8 @@ def _few_keys(ratio: Tensor) -> Read | None:
         int(where[0]) == 0 or int(where[-1]) == len(ratio) - 1)  # fmt: skip
     if not at_an_end and abs(factor - 2) < TWICE:  # as of a last block that is moved back
         return Read(f"{told}: they are read twice", "other-data")
-    if factor > 1 and where.tolist() == [len(ratio) - 1]:
-        return Read(f"{told}: copies of it stand behind the end", "padding")
+    if factor > 1 and len(where) == 1 and at_an_end:
+        return Read(f"{told}: a copy of it stands beyond the end", "padding")
     if factor > KEPT and len(where) >= WHOLE:  # a part, and none that is left out
         return Read(told, "split-merge" if int(where[0]) % 64 else "rescale")
     return Read(told, "key-tail") if at_an_end else None
