@@ -19,6 +19,7 @@ from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.others_read import of_no_grad_out
 from halfulp.reconstruct.panel import panel
+from halfulp.reconstruct.part_ratios import in_turn
 from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.weights_read import compared
 
@@ -135,3 +136,27 @@ def test_what_small_values_show_does_not_stand_for_what_others_do(trial, kept):
     elsewhere = Place("grad_value", trial, "off after its sum", "grad-stored", 1.0, 10.0,
                       was_read=True)  # fmt: skip
     assert upheld.holds(low, [elsewhere], known=False) == kept
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("in turn", 3), ("each", 0), ("halves", 0)])
+def test_blocks_that_parts_take_in_turn_have_one_factor(kind, parts):
+    generator = torch.Generator().manual_seed(0)
+    each = torch.randn(1, 2, 40, 6, generator=generator, dtype=torch.float64) * 1e-3
+    factors = {"in turn": each[..., [0, 1, 2, 0, 1, 2]], "each": each,
+               "halves": each[..., [0, 0, 0, 1, 1, 1]]}[kind]  # fmt: skip
+    noise = torch.randn(factors.shape, generator=generator, dtype=torch.float64) * 1e-4
+    assert in_turn(factors + noise) == parts
+
+
+def test_what_follows_do_in_the_place_of_p_is_other_data():
+    trial = TRIALS["scaled"]
+
+    def run(asked):
+        call, do = asked.call, asked.grad_out.double()
+        p, dp = weights_of(call, scores_of(call)), do @ call.value.double().mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        return right(asked, grad_value=(ds.mT @ do).bfloat16())
+
+    observed = Observed.of(run(trial).grad_value, golden(trial.call, trial.grad_out).grad_value)
+    told, cause = of_no_grad_out(run, trial, "grad_value", observed)
+    assert (cause, "in the place of P" in told) == ("other-data", True)

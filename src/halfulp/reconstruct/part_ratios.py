@@ -36,6 +36,20 @@ def format_of_lse(call: Call, factors: Tensor, blocks: int) -> str:
     return ""
 
 
+def in_turn(factors: Tensor) -> int:
+    """How many parts take blocks of keys in turn, by these logarithms of the blocks' factors
+    `[B, H, N, blocks]`: those of one part have one; else 0.
+    """
+    blocks = factors.shape[-1]
+    own = factors - factors.mean(-1, keepdim=True)
+    for parts in range(2, blocks // 2 + 1):
+        left = sum(float((x - x.mean(-1, keepdim=True)).square().sum())
+                   for x in (own[..., first::parts] for first in range(parts)))  # fmt: skip
+        if left < (1 - EXPLAINED) * float(own.square().sum()):
+            return parts
+    return 0
+
+
 def power_of_sums(call: Call, factors: Tensor, width: int) -> float:
     """The power of the sum of each `width` keys that they are weighed by, where these logarithms of
     factors `[B, H, N, parts]` are those of one, from row to row as well; 0 where they are not.

@@ -21,6 +21,7 @@ from halfulp.reconstruct.part_ratios import (
     format_of_lse,
     hidden_counted,
     hides,
+    in_turn,
     power_of_sums,
     where_it_grows,
 )
@@ -380,6 +381,8 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
                 return Read(f"{text}, as of sums to the power of {power:.3g}", "split-merge")
             if rounded and (lse := format_of_lse(call, means, blocks)):
                 return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
+            if parts := in_turn(means):
+                return Read(f"{text}, one for all that {parts} parts take in turn", "split-merge")
             if rounded and where_it_grows(call, means, -(-n_key // blocks)):
                 return Read(f"{text}, another where the maximum grows, and there alone: sums are"
                             " rescaled by another factor", "rescale")  # fmt: skip
