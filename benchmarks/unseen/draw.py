@@ -42,7 +42,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
           "attention.twentythird", "attention.twentyfourth",
            "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
            "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
-           "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird")  # fmt: skip
+           "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
+           "attention.thirtyfourth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -58,7 +59,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
           "attention.twentythird", "attention.twentyfourth",
            "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
            "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
-           "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird")  # fmt: skip
+           "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
+           "attention.thirtyfourth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
