@@ -194,7 +194,9 @@ def test_an_operand_by_one_scale_of_all_is_found_though_zeros_have_none():
 )
 def test_numbers_of_another_gradient_are_told_from_moved_ones(moved, cause):
     """Three gradients that are views of one tensor, each stored as if it had its own."""
-    exact = [torch.randn(1, 2, 64, 32, dtype=torch.float64) for _ in range(3)]
+    exact = torch.randn(
+        3, 1, 2, 64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     memory = torch.zeros(1, 2, 3 * 64, 32, dtype=torch.float64)
     for first, x in enumerate(exact):
         memory[:, :, first : first + 64] = x if moved == "others" else exact[0]

@@ -31,12 +31,11 @@ def misplaced(observed: Observed, others: Mapping[str, Tensor] | None = None) ->
     size, right = mine.norm(dim=-1), own.norm(dim=-1)
     typical = float(right.median())
     # what is moved is moved in whole rows
-    inside = torch.arange(len(mine)) * (RUN // 2) % observed.exact.shape[-1]
-    some = (mine - own).norm(dim=-1) > 0.5 * right
-    some &= inside <= observed.exact.shape[-1] - RUN
+    width = observed.exact.shape[-1]
+    known = (size > 0) & (torch.arange(len(mine)) * (RUN // 2) % width <= width - RUN)
     error = (mine - own).square().sum(-1)
-    known = (size > 0) & (inside <= observed.exact.shape[-1] - RUN)
-    off = float(error[some & known].sum())
+    some = known & (error.sqrt() > 0.5 * right)
+    off = float(error[some].sum())
     # runs of numbers that are all but 0 are like any other
     some &= (size > 0.1 * typical) & (right > 0.1 * typical)
     if typical == 0 or off < MOST * float(error[known].sum()):

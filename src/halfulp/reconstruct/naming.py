@@ -57,7 +57,7 @@ SHARED = {
     "scaled_operand", "base", "shift", "block_key", "algorithm",
 }  # fmt: skip
 """Fields that both passes read."""
-_STATISTICS = {"block_sum", "row_max"}
+_STATISTICS = {"block_sum", "row_max"}  # beside which a coarse row sum is one of them
 _EXACT = ("=exact", " in fp64")  # what is not rounded is no cause
 # how a twist of the backward pass alone is called
 _BACKWARD_TWISTS = {

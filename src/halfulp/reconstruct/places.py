@@ -15,14 +15,7 @@ from halfulp.reconstruct.call_asked import GROUPED, holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
-from halfulp.reconstruct.evidence import (
-    HARMFUL,
-    ONCE,
-    SOUND,
-    WORST,
-    Fit,
-    Fits,
-)
+from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import (
@@ -277,8 +270,9 @@ def _told(
             read = replace(read, cause="causal-mask")
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
             read = replace(read, cause="mask-finite")
-        # no option alone has its sums rounded
-        if read.cause and read.cause not in ("accumulator", *["grad-accumulator"] * option):
+        # no option alone has its gradients' sums rounded
+        summed = read.cause == "accumulator" or (option and read.cause == "grad-accumulator")
+        if read.cause and not summed:
             stands = _stands(special, read, trial, tensor, gross=gross)
             return "; ".join(parts), cause if option and stands else read.cause, False, True
         cause = cause if option else read.cause or cause
