@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from halfulp.algorithms import golden
-from halfulp.calls import Result
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct.call_causes import of_calls
 from halfulp.reconstruct.call_kinds import condition
@@ -26,17 +25,10 @@ from halfulp.reconstruct.parts_read import merged
 from halfulp.reconstruct.places import unexplained
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.silent_read import silent, silent_rows
+from tests.reconstruct.exact_kernel import right
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
 DTYPE = torch.bfloat16
-
-
-def right(trial, **changed):
-    """The exact results, rounded, with some of them changed."""
-    exact = golden(trial.call, trial.grad_out)
-    names = ("out", "grad_query", "grad_key", "grad_value")
-    made = {n: getattr(exact, n).to(DTYPE) for n in names} | {"lse": exact.lse.float()}
-    return Result(**(made | changed))
 
 
 @pytest.mark.parametrize(("lengths", "width"), [((80, 157), 128), ((80, 80), 0), ((80, 150), 0)])

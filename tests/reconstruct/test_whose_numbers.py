@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from halfulp.algorithms import golden
-from halfulp.calls import Result
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import call_options, upheld
 from halfulp.reconstruct.causes import CAUSES
@@ -22,17 +21,10 @@ from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.part_ratios import in_turn
 from halfulp.reconstruct.places import Place, unexplained
 from halfulp.reconstruct.weights_read import compared
+from tests.reconstruct.exact_kernel import right
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
 STOCK = Model.of(BF16_FLASH2)
-
-
-def right(trial, **changed):
-    """The exact results, rounded, with some of them changed."""
-    exact = golden(trial.call, trial.grad_out)
-    names = ("out", "grad_query", "grad_key", "grad_value")
-    made = {n: getattr(exact, n).bfloat16() for n in names} | {"lse": exact.lse.float()}
-    return Result(**(made | changed))
 
 
 @pytest.mark.parametrize(("many", "cause"), [(1, "padding"), (16, "key-tail")])

@@ -29,17 +29,10 @@ from halfulp.reconstruct.twists import scales
 from halfulp.reconstruct.upheld import upheld
 from halfulp.reconstruct.weight_ratios import Read
 from halfulp.reconstruct.weights_read import compared
+from tests.reconstruct.exact_kernel import right
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
 STOCK = Model.of(BF16_FLASH2)
-
-
-def right(trial, **changed):
-    """The exact results, rounded, with some of them changed."""
-    exact = golden(trial.call, trial.grad_out)
-    names = ("out", "grad_query", "grad_key", "grad_value")
-    made = {n: getattr(exact, n).bfloat16() for n in names} | {"lse": exact.lse.float()}
-    return Result(**(made | changed))
 
 
 @pytest.mark.parametrize(("twice", "cause"), [(True, "split-merge"), (False, "causal-mask")])
