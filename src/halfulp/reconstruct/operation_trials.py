@@ -24,7 +24,7 @@ from halfulp.operations import (
     disturbed,
 )
 from halfulp.reconstruct.operation_steps import OPERAND, RESULT, shapes_of_steps
-from halfulp.reconstruct.operation_ways import Way, computed
+from halfulp.reconstruct.operation_ways import Way, computed, is_made
 
 Run = Callable[[OperationCalls], OperationResult | None]
 
@@ -128,7 +128,7 @@ class Trial:
 
     def like(self, base: Rounding, way: Way) -> float:
         """The square of the cosine between the kernel's errors and a way's, over what fails."""
-        way = replace(way, alone="")
+        way = replace(way, alone="") if way.alone else way
         if (key := self._likeness(base, way)) not in self.known:
             self._keep_likeness(base, way, self.emulated(base, (way,)))
         return self.known[key]  # type: ignore[no-any-return]
@@ -167,7 +167,7 @@ class Trial:
         share, alone = self.known.get(key) or self._best(base, chosen, way)
         if way.text and all(one.text for one in chosen):
             self.known[key] = share, alone
-        return share, replace(way, alone=alone)
+        return share, way if way.alone == alone else replace(way, alone=alone)
 
     def _best(self, base: Rounding, chosen: tuple[Way, ...], way: Way) -> tuple[float, str]:
         if (most := self._forward(base, (*chosen, way))) < LITTLE:
@@ -184,8 +184,7 @@ class Trial:
             return found
         gradients = [n for n in self.kernel if n.startswith("grad_")]
         for alone in ("forward", "backward", *(gradients if len(gradients) > 1 else ())):
-            one = replace(way, alone=alone)
-            mixed = {n: (with_it if one.reaches(n) else without)[n] for n in with_it}
+            mixed = {n: (with_it if is_made(alone, n) else without)[n] for n in with_it}
             if (share := self._of_scores(mixed)) > found[0] + ONE_PASS:
                 found = (share, alone)
         return found
@@ -326,7 +325,7 @@ class Trial:
             made: dict[tuple[str, ...], Tensors | None] = {}
             mixed: Tensors = {}
             for name in self.kernel:
-                own = tuple(replace(w, alone="") for w in chosen if w.reaches(name))
+                own = tuple(replace(w, alone="") for w in chosen if is_made(w.alone, name))
                 told = tuple(map(str, own))
                 if told not in made:
                     made[told] = self.emulated(base, own)

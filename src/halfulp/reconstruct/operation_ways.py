@@ -129,10 +129,11 @@ class Way:
         """Whether it may be made in a region: it is of tensors, not of all that is computed."""
         return not (self.eager or self.define or self.within or self.options)
 
-    def reaches(self, result: str) -> bool:
-        """Whether it is made where that result is."""
-        of_pass = "backward" if result.startswith("grad_") else "forward"
-        return self.alone in ("", of_pass, result)
+
+def is_made(alone: str, result: str) -> bool:
+    """Whether what is made in one pass, or what makes one gradient, is made where a result is."""
+    of_pass = "backward" if result.startswith("grad_") else "forward"
+    return alone in ("", of_pass, result)
 
 
 def _on(calls: OperationCalls, way: Way) -> Way:
