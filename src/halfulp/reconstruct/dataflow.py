@@ -144,8 +144,8 @@ class Said:
 
 _OWN = {
     "factor": "grad-scale", "row-factor": "grad-scale", "tail": "grad-tail", "rows": "grad-tail",
-    "head": "gradient-unexplained", "bits": "grad-stored", "noise": "grad-stored",
-    "column-factor": "operand", "hidden": "backward-mask",
+    "zero": "grad-tail", "head": "gradient-unexplained", "bits": "grad-stored",
+    "noise": "grad-stored", "column-factor": "operand", "hidden": "backward-mask",
 }  # fmt: skip
 """What one gradient alone does to dS that the other has right, by the kind of difference."""
 
@@ -216,7 +216,7 @@ def _of_one(run: Run, trial: Trial, tensor: str, read: ReadScores, own: Unlike) 
     if pairs and not some and own.kind != "head":
         return Said(f"{told}, in {short[tensor]} it {pairs[0]}", pairs[1])
     kind = "noise" if some and own.size <= SLIGHT else own.kind
-    cause = "grad-tail" if own.text.startswith("is 0") else _OWN[kind]  # left out
+    cause = _OWN["zero" if own.how == "zero" else kind]
     if own.how == "noise" and kind in ("tail", "rows") and not pairs and own.size > LARGE:
         cause = "other-data"  # nothing is left out there
     if kind == "noise" and own.size > OTHER:  # no format is so coarse

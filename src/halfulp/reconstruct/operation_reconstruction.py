@@ -25,7 +25,7 @@ from halfulp.reconstruct.operation_others import SLIGHT
 from halfulp.reconstruct.operation_places import manner_of
 from halfulp.reconstruct.operation_random import all_random, random_cause
 from halfulp.reconstruct.operation_reached import Reached, reached
-from halfulp.reconstruct.operation_scales import OF_OTHERS, scales_read
+from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.reconstruct.operation_trials import Run, Trial
 
 OTHERS = 18  # calls that they are held against: first those of its options, and that fail
@@ -73,10 +73,10 @@ def of_operation(
         failing = ", ".join(one.failing)
         if one.relative > SCALED and (scales := scales_read(run, one)):
             # where numbers are another row's their scales are too
-            rows = reached(run, one, signs=True) if OF_OTHERS in scales[1] else None
+            rows = reached(run, one, signs=True) if scales.of_others else None
             if rows is not None and rows.cause == "neighbor":
                 return FoundWay(rows.cause, rows.text, 0.0, 0.0, failing)
-            return FoundWay(*scales, 0.0, 0.0, failing)
+            return FoundWay("block-scale", scales.text, 0.0, 0.0, failing)
         if tiny := tiny_factor(one):
             return FoundWay("factor", tiny, 1.0, 0.0, failing)
     for one in wrong[:CASES]:

@@ -36,15 +36,25 @@ class Product(NamedTuple):
     along: str
 
 
-def scales_read(run: Run, one: Trial) -> tuple[str, str] | None:
-    """The cause and what is said of a product whose operands are multiplied by other scales than
+class Scales(NamedTuple):
+    """What is said of scales that are not their blocks' own."""
+
+    text: str
+    of_others: bool = False  # they are those of other blocks
+
+
+def scales_read(run: Run, one: Trial) -> Scales | None:
+    """What is said of a product whose operands are multiplied by other scales than
     their blocks'; None where they are right, or no product of quantized operands fails.
     """
-    calls, said = one.calls, []
+    calls, said = one.calls, list[Scales]()
     for product in products_of(calls, one.failing):
         for of in (0, 1):
-            said += [f"{told}, in {product.result}" for told in _told(run, calls, product, of)]
-    return ("block-scale", "; ".join(said[:2])) if said else None
+            said += [told._replace(text=f"{told.text}, in {product.result}")
+                     for told in _told(run, calls, product, of)]  # fmt: skip
+    if not said:
+        return None
+    return Scales("; ".join(x.text for x in said[:2]), any(x.of_others for x in said[:2]))
 
 
 def products_of(calls: OperationCalls, failing: tuple[str, ...]) -> Iterator[Product]:
@@ -68,7 +78,7 @@ def products_of(calls: OperationCalls, failing: tuple[str, ...]) -> Iterator[Pro
                                (rows[0][0], rows[1][0]), summed)  # fmt: skip
 
 
-def _told(run: Run, calls: OperationCalls, product: Product, of: int) -> Iterator[str]:
+def _told(run: Run, calls: OperationCalls, product: Product, of: int) -> Iterator[Scales]:
     """What is said of one operand's scales."""
     sizes = sizes_of(calls)
     length, rows = sizes[product.along], sizes[product.rows[of]]
@@ -156,7 +166,7 @@ class _Seen(NamedTuple):
     off: list[tuple[int, Tensor]]
 
 
-def _rules(seen: _Seen) -> Iterator[str]:
+def _rules(seen: _Seen) -> Iterator[Scales]:
     """What the scales that were used have in common; nothing where all are right."""
     wrong = [(off.abs() > NEAR) | ~off.isfinite() for _, off in seen.off]
     if not any(bool(w.any()) for w in wrong):
@@ -174,8 +184,10 @@ def _rules(seen: _Seen) -> Iterator[str]:
     of = torch.stack([w.any(0).any(1) for w in wrong]).any(0)
     regions = fitting(seen.symbol, of, ~of) if seen.group == 1 and bool((~of).any()) else []
     where = f", {regions[0].text}" if regions else ""
-    if text := _by_value(e, s) or _of_another(seen, torch.cat(places, 1), e, s):
-        yield f"scales of {seen.name} are {text}{where}"
+    if text := _by_value(e, s):
+        yield Scales(f"scales of {seen.name} are {text}{where}")
+    elif other := _of_another(seen, torch.cat(places, 1), e, s):
+        yield other._replace(text=f"scales of {seen.name} are {other.text}{where}")
 
 
 def _by_value(e: Tensor, s: Tensor) -> str:
@@ -194,18 +206,17 @@ def _by_value(e: Tensor, s: Tensor) -> str:
     return "taken for other numbers: " + ", ".join(f"{a} for {b}" for a, b in few)
 
 
-OF_OTHERS = "are those of"  # said of scales that are other blocks'
 _KINDS = ("those of", "multiplied by those of", "held at most at those of")
 
 
-def _of_another(seen: _Seen, places: Tensor, e: Tensor, s: Tensor) -> str:
+def _of_another(seen: _Seen, places: Tensor, e: Tensor, s: Tensor) -> Scales | None:
     """The other block whose scale is used, is used as well, or limits it, on every draw."""
     powers, (row, block) = seen.powers, places
     largest = {f"{seen.name}'s row": powers.amax(2)[:, row], "a column": powers.amax(1)[:, block],
                f"all of {seen.name}": powers.amax((1, 2))[:, None].expand(s.shape)}  # fmt: skip
     for told, other in largest.items():
         if not torch.equal(other, s) and bool(((e - other).abs() < NEAR).all()):
-            return f"the largest of {told}"
+            return Scales(f"the largest of {told}")
     sources = powers.flatten(1)  # [draws, groups × blocks]
     for kind, text in enumerate(_KINDS):
         fits = torch.ones(e.shape[1], sources.shape[1], dtype=torch.bool)
@@ -214,8 +225,8 @@ def _of_another(seen: _Seen, places: Tensor, e: Tensor, s: Tensor) -> str:
                      torch.minimum(due[:, None], of[None, :]))[kind]  # fmt: skip
             fits &= (used[:, None] - other).abs() < NEAR
         if float(fits.any(1).double().mean()) >= KNOWN:
-            return f"{text} {_pattern(seen, places, fits)}"
-    return ""
+            return Scales(f"{text} {_pattern(seen, places, fits)}", of_others=kind == 0)
+    return None
 
 
 def _pattern(seen: _Seen, places: Tensor, fits: Tensor) -> str:

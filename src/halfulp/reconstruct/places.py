@@ -407,7 +407,7 @@ def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Un
         return None, ""
     if found.kind == "head":
         return found, "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
-    if "features" in found.text:
+    if found.of == "features":
         return found, "ragged"
     if found.inside is not None and float(squares[found.inside].sum()) < SLIGHT**2 * float(
         observed.exact[found.inside].square().sum()):  # fmt: skip

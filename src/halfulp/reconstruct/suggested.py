@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from halfulp.calls import Call, Sees
 from halfulp.reconstruct.call_kinds import option_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.limits_read import cut_off
-from halfulp.reconstruct.panel import Trial, simplicity
+from halfulp.reconstruct.panel import Run, Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.silent_read import silent
 from halfulp.reconstruct.sums_read import of_division
@@ -28,6 +29,9 @@ ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 ALONE = 0.8  # share that a factor of one trial's own must explain there
 SURER = 1.1  # times the share that one of all heads explains: each head has its own
 LEAN = 3e-4  # a smaller factor is none
+STEPS, CONVERGED = 16, 1e-5  # of Newton's method, each half of the factor at most
+ONE_KIND = 0.5  # of what scales differ by in calls of two kinds, that they may in those of one
+ROOT = 0.02  # of a number: what a scale that was fitted may be off by
 HALF = 0.5  # of an error, that what lies elsewhere must hold
 STEADY = 0.1  # of a number that is added to every row's sum: what it may differ by
 _EXP_RANGE = 87.0  # exp of more is no float32
@@ -71,13 +75,16 @@ def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
 def _fitted_scale(trial: Trial, out: Observed) -> float | None:
     """The factor on the scores that explains most of O's error; None where none explains some."""
     factor = 1.0
-    for _ in range(4):
+    for _ in range(STEPS):
         here, moved = (_exact_out(trial, factor * (1 + step)) for step in (0.0, 1e-4))
         slope = (moved - here) / 1e-4
         size = float(slope.square().sum())
         if size == 0:
             return None
-        factor *= 1 + max(-0.5, min(0.5, float(((out.value - here) * slope).sum()) / size))
+        step = max(-0.5, min(0.5, float(((out.value - here) * slope).sum()) / size))
+        factor *= 1 + step
+        if abs(step) < CONVERGED:
+            break
     rest = out.value - _exact_out(trial, factor)
     slope = (_exact_out(trial, factor * (1 + 1e-4)) - _exact_out(trial, factor)) / 1e-4
     size = float(slope.square().sum())
@@ -88,30 +95,76 @@ def _fitted_scale(trial: Trial, out: Observed) -> float | None:
 
 def scales_of_their_own(emulator: Emulator, outs: Mapping[str, Observed]) -> list[Twist]:
     """A factor on the scale of every call that has one, where calls of one scale have one factor
-    and others another, as a scale has that is rounded.
+    and others another, as a scale has that is rounded; or a scale of its own for every number of
+    heads, keys, … that calls have, where it is one number's by another name.
     """
-    fitted: dict[float, list[float]] = {}
+    fitted: dict[str, float] = {}
     for name, out in outs.items():
         call = emulator.trials[name].call
         if name != "small" and not call.softcap and call.query.shape[2] >= SOME:
             found = _fitted_scale(emulator.trials[name], out)
-            fitted.setdefault(call.scale, []).append(1.0 if found is None else found)
-    factors = {scale: median(some) for scale, some in fitted.items()}
-    off = [abs(f - 1) for f in factors.values()]
-    apart = max((max(some) - min(some) for some in fitted.values()), default=0.0)
-    # what is another in calls of one scale is no matter of the scale
-    varied = max(factors.values(), default=1.0) - min(factors.values(), default=1.0)
-    if len(off) < 2 or max(off) < LEAN or varied < max(2 * apart, max(off) / 4):
+            fitted[name] = 1.0 if found is None else found
+    calls = {name: emulator.trials[name].call for name in fitted}
+    off = max((abs(f - 1) for f in fitted.values()), default=0.0)
+    # one factor on all is a plainer thing
+    if off < LEAN or max(fitted.values()) - min(fitted.values()) < off / 4:
         return []
-
-    def turn(trial: Trial) -> Trial | None:
-        factor = factors.get(trial.call.scale, 1.0)
-        if factor == 1.0:
-            return None
-        return replace(trial, call=replace(trial.call, scale=trial.call.scale * factor))
-
+    factors, apart = _each_its_own({n: (calls[n].scale, f) for n, f in fitted.items()})
     told = ", ".join(f"{f:.4g} × {scale:.3g}" for scale, f in sorted(factors.items()) if f != 1)
-    return [Twist(f"scales-{told}", f"the scale is {told}", "scale", turn)]
+    ways: list[tuple[float, int, str, Callable[[Call], float]]]
+    ways = [(apart, len(factors), told, lambda c: factors.get(c.scale, 1.0) * c.scale)]
+    for what, number in _NUMBERS:
+        each, apart = _each_its_own({n: (number(c), fitted[n] * c.scale) for n, c in calls.items()})
+        both = {(number(c), c.scale) for c in calls.values()}
+        if len(both) > len(each):  # else it is the scale's by another name
+            ways.append((apart, len(each), *_scale_by(what, number, each)))
+    least = min(apart for apart, *_ in ways)
+    # of what is as good the plainest, which has fewest numbers
+    _, _, told, scale = min((f for f in ways if f[0] <= max(2 * least, ROOT)), key=lambda f: f[1])
+    return [] if least > ONE_KIND else [_scaled_as(f"the scale is {told}", scale)]
+
+
+def _scale_by(
+    what: str, number: Callable[[Call], float], each: Mapping[float, float]
+) -> tuple[str, Callable[[Call], float]]:
+    """A scale for each number of something, in words and as a function; a root of all numbers."""
+    if all(abs(s * math.sqrt(x) - 1) < ROOT for x, s in each.items()):
+        return f"1/√ of the number of {what}", lambda c: 1 / math.sqrt(number(c))
+    told = ", ".join(f"{s:.3g} of calls with {x:g} {what}" for x, s in sorted(each.items()))
+    return told, lambda c: each.get(number(c), c.scale)
+
+
+_NUMBERS: tuple[tuple[str, Callable[[Call], float]], ...] = (
+    ("heads", lambda c: c.query.shape[1]),
+    ("key heads", lambda c: c.key.shape[1]),
+    ("keys", lambda c: c.key.shape[2]),
+    ("queries", lambda c: c.query.shape[2]),
+    ("sequences", lambda c: c.query.shape[0]),
+)
+"""What calls have a number of, by which a kernel may scale that takes it for another."""
+
+
+def _each_its_own(fitted: Mapping[str, tuple[float, float]]) -> tuple[dict[float, float], float]:
+    """The median of the second for each of the first; and how far it is another where the first is
+    the same, beside how far it is where it is not.
+    """
+    groups: dict[float, list[float]] = {}
+    for of, found in fitted.values():
+        groups.setdefault(of, []).append(found)
+    each = {of: median(some) for of, some in groups.items()}
+    apart = max(max(some) - min(some) for some in groups.values())
+    varied = max(each.values()) - min(each.values())
+    return each, apart / varied if varied else math.inf
+
+
+def _scaled_as(text: str, scale: Callable[[Call], float]) -> Twist:
+    def turn(trial: Trial) -> Trial | None:
+        other = scale(trial.call)
+        if other == trial.call.scale:
+            return None
+        return replace(trial, call=replace(trial.call, scale=other))
+
+    return Twist(f"scales-{text}", text, "scale", turn)
 
 
 def _exact_out(trial: Trial, factor: float) -> Tensor:
@@ -171,9 +224,25 @@ def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
         text, cause = f"{text}, where exp(−lse) is beyond float32", "exp-of-lse"
     elif tensor not in GRADIENTS and float(scores[scores.isfinite()].abs().max()) > _EXP_RANGE:
         text += ", where exp of a score is beyond float32: is the row maximum subtracted?"
+    elif tensor == "out" and _of_one_pair(emulator.run, emulator.trials[trial]):
+        text, cause = f"{text}, by a mask that hides one key from each row as well", "mask"
     elif bool(lse.isinf().any()):
         text, cause = f"{text}, in calls with rows that see nothing", "masked-row"
     return tensor, trial, text, cause
+
+
+def _of_one_pair(run: Run, trial: Trial) -> bool:
+    """Whether O is not finite under a boolean mask that hides one key from each row."""
+    mask = trial.call.sees.mask
+    if mask is None or mask.dtype != torch.bool:
+        return False
+    seen = torch.ones_like(mask)
+    seen.scatter_(-1, torch.arange(mask.shape[-2]).view(-1, 1).expand_as(mask) % mask.shape[-1],
+                  False)  # fmt: skip
+    asked = replace(trial, name=f"{trial.name}/one hidden",
+                    call=replace(trial.call, sees=Sees(mask=seen)))  # fmt: skip
+    result = run(asked)
+    return result is not None and not bool(result.out.isfinite().all())
 
 
 def exchanged(observed: Observed) -> tuple[str, str]:

@@ -21,6 +21,8 @@ WHOLE = 64  # keys, whose number, and all below it, need few bits
 DIVIDED = 2.0**-4  # of O: from there on it is no matter of a coarse reciprocal
 SHARED = 1, 3, 5, 11  # keys that share a row's weight, of which one has a value
 ALONG = 0.7  # the cosine of what its value is off by in the first and in the others
+APART = 16.0  # the root of a score beside which others weigh nothing
+LARGER = 8  # times, that a term which weighs nothing is
 PAIRED = 3  # times as large an error where values nearly cancel: it was made before the sum
 
 
@@ -55,9 +57,39 @@ def one_term(run: Run, trial: Trial, tensor: str) -> str | None:
         errors.append(float((got - exact).norm() / exact.norm().clamp_min(1e-300)))
     if errors[0] < spread(dtype) / 8:
         return "sum"
+    if _coded_together(run, trial, tensor):
+        return "operand"
     if errors[1] <= PAIRED * errors[0]:
         return "store"
     return "operand" if tensor != "out" or _as_weighed(run, trial) else "store"
+
+
+def _coded_together(run: Run, trial: Trial, tensor: str) -> bool:
+    """Whether what one term alone makes is another number where a term that weighs nothing is
+    larger, as where numbers share a scale of their codes: nothing that comes after a sum sees it.
+    """
+    call = trial.call
+    if call.softcap or min(call.query.shape[3], trial.grad_out.shape[2]) < 2:
+        return False
+    near = torch.zeros_like(call.query[:, :, :2])
+    near[:, :, 0, 0] = near[:, :, 1, 1] = APART / math.sqrt(abs(call.scale) or 1.0)
+    far = math.copysign(1.0, call.scale) * near[:, :: call.groups]
+    found = []
+    for times in (1, LARGER):
+        value, do = call.value[:, :, :2].clone(), trial.grad_out[:, :, :2].clone()
+        if value.shape[2] < 2:
+            return False
+        value[:, :, 1] *= times if tensor == "out" else 1
+        do[:, :, 1] *= times if tensor != "out" else 1
+        do[:, torch.arange(do.shape[1]) % call.groups > 0] = 0
+        asked = replace(call, query=near, key=far, value=value, sees=EVERYTHING, sinks=None)
+        name = f"{trial.name}/{tensor} beside {times}"
+        result = run(replace(trial, name=name, call=asked, grad_out=do))
+        got = None if result is None else getattr(result, tensor)
+        if got is None or not bool(got.isfinite().all()):
+            return False
+        found.append(got[:, :, 0].double())
+    return not torch.equal(*found)
 
 
 def _as_weighed(run: Run, trial: Trial) -> bool:

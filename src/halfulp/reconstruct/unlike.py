@@ -23,12 +23,15 @@ class Unlike:
     """How one quantity differs from what it should be."""
 
     text: str  # empty where it does not
-    kind: str  # right, head, tail, rows, factor, row-factor, column-factor, bits, noise, hidden
+    # right, head, tail, rows, zero, factor, row-factor, column-factor, bits, noise, hidden
+    kind: str
     size: float = 0.0  # rms of the difference, of the quantity's
     bits: int = 0  # of the mantissas, where they are fewer than the dtype's
     where: str = ""  # " in queries 3-9 of 64"
     inside: Tensor | None = field(default=None, compare=False, repr=False)  # which elements
-    how: str = ""  # the kind, wherever it is: factor, row-factor, column-factor, bits, noise
+    # the kind, wherever it is: zero, factor, row-factor, column-factor, bits, noise
+    how: str = ""
+    of: str = ""  # what the rows or columns are called that hold it
 
     @property
     def right(self) -> bool:
@@ -99,7 +102,7 @@ def place_of(z: Tensor, count: Tensor, of: tuple[str, str], least: float = OFF**
             at[some] = True
             inside = (at[:, None] if 2 not in dims else at).expand(z.shape)
             kind = "tail" if last else "rows"
-            return Unlike(f" in {name} {ranges(some)} of {n}", kind, inside=inside)
+            return Unlike(f" in {name} {ranges(some)} of {n}", kind, inside=inside, of=name)
     return None
 
 
@@ -117,7 +120,8 @@ def _fitted(x: Tensor, exact: Tensor, weight: Tensor, total: float) -> tuple[str
         if left < (1 - FITTED) * total:
             if kind == "factor":
                 f = float(factor)
-                return "is 0" if abs(f) < 1e-6 else f"is {f:.4g} × what it should be", kind
+                zero = abs(f) < 1e-6
+                return ("is 0", "zero") if zero else (f"is {f:.4g} × what it should be", kind)
             return told, kind
     return "", "noise"
 

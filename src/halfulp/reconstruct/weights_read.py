@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
 NEAR = 0.05  # of a weight, which its rounding may make where it is small
 OFTEN = 6  # less often than that a key may be counted
 SOME_LOST = 4  # weights of a row that are 0, and that are not
+TURNS, TURN = 4, 16  # more runs of keys, no farther from one to the next, are no tiles
 MOST_KEYS = 320  # of a trial that is read
 
 
@@ -117,7 +120,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     ):
         off = (read - exact).square()
         if float(off[marked].sum()) > FEW * float(off.sum()):
-            pattern, cause = _pattern(call, marked, possible)
+            pattern, cause, of = _pattern(call, marked, possible)
             if cause in ("", "dropout") and marked is not extra:  # nowhere in particular
                 rest = exact[possible & ~marked]
                 less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
@@ -136,7 +139,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 # twice, as where parts overlap, or whatever is there
                 told = f"{told}, and others count {'twice' if often == 2 else f'{often} times'}"
                 cause = "split-merge" if often == 2 else "other-data"
-            if backward and call.groups > 1 and pattern.startswith("heads"):
+            if backward and call.groups > 1 and of == "heads":
                 cause = "group-sum"
             return Read(f"{pattern} {told}", in_backward(cause) if backward else cause)
     sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
@@ -218,12 +221,20 @@ def in_backward(cause: str) -> str:
     return _IN_BACKWARD.get(cause, cause)
 
 
-def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
+class _Pattern(NamedTuple):
+    """Which pairs are marked, in words; the cause, and the coordinate that alone tells them."""
+
+    text: str
+    cause: str
+    of: str = ""
+
+
+def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
     """Which pairs are marked, by the simplest coordinate that tells them from the others."""
     b, h, i, j = (c.expand_as(marked) for c in coordinates(marked))
     masked = hides(call)
     if masked and int(marked.sum()) > 0.97 * int(possible.sum()):
-        return "all pairs", masked
+        return _Pattern("all pairs", masked)
     one_of_many = "unwritten" if bool((marked.any(-1) == marked.all(-1)).all()) else "other-data"
     simple: tuple[tuple[str, Tensor, str], ...] = (
         ("pairs of keys", j, "key-tail"),
@@ -235,6 +246,8 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
     for name, coordinate, cause in simple:
         values = _told_by(coordinate, marked, possible)
         if values is not None:
+            if cause == "key-tail" and _by_turns(values):
+                cause = "split-merge"  # parts that take keys by turns, and do not come together
             if name.endswith("query") and not masked and int((values.diff() > 1).sum()) > 1:
                 cause = "dropout"  # nothing was asked that hides some distances among others
             # beyond a distance, and not at the diagonal
@@ -244,16 +257,16 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
             cause = (
                 "window" if name.endswith("query") and far and not masked.startswith("m") else cause
             )
-            return f"{name} {ranges(values)}", cause
+            return _Pattern(f"{name} {ranges(values)}", cause, name)
     for width in (128, 64, 32, 16, 8):
         tile = i.div(width, rounding_mode="floor") * 4096 + j.div(width, rounding_mode="floor")
         if _told_by(tile, marked, possible) is not None:
-            return f"whole tiles of {width} × {width} pairs", masked or "key-tail"
+            return _Pattern(f"whole tiles of {width} × {width} pairs", masked or "key-tail")
     for width in (128, 64, 32, 16):
         row = (b * marked.shape[1] + h) * marked.shape[2] + i
         tile = row * (-(-marked.shape[3] // width)) + j.div(width, rounding_mode="floor")
         if _told_by(tile, marked, possible) is not None and marked.shape[3] > width:
-            return f"whole tiles of {width} keys, in some rows,", "tiles-skipped"
+            return _Pattern(f"whole tiles of {width} keys, in some rows,", "tiles-skipped")
     for name, coordinate, cause in (
         ("keys", j, "key-tail"), ("queries", i, "query-tail"),
         ("key − query", j - i, masked or "causal-mask"),
@@ -264,13 +277,25 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> tuple[str, str]:
             some = torch.unique(values % 8192 - 4096)
             places = [f"({int(x) // marked.shape[1]}, {int(x) % marked.shape[1]})" for x in heads]
             told = f"pairs with {name} {ranges(some)} in heads {', '.join(places[:4])}"
-            return told, "other-data" if len(heads) < marked.shape[0] * marked.shape[1] else cause
+            few = len(heads) < marked.shape[0] * marked.shape[1]
+            return _Pattern(told, "other-data" if few else cause)
     rows, keys = (torch.unique(c[marked]) for c in (i, j))
     share = float(marked.sum()) / max(1.0, float(possible.sum()))
     if _at_random(marked, possible):
-        return f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout"
-    return (f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},",
-            masked)  # fmt: skip
+        return _Pattern(f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout")
+    told = f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},"
+    return _Pattern(told, masked)
+
+
+def _by_turns(numbers: Tensor) -> bool:
+    """Whether indices are those that one or more of several have which take them by turns, and of
+    no end: runs of one length, at one distance.
+    """
+    ends = [i + 1 for i, more in enumerate(numbers.diff().tolist()) if more > 1]
+    runs = [part.tolist() for part in torch.tensor_split(numbers, ends)]
+    distances = {b[0] - a[0] for a, b in pairwise(runs)}
+    alike = len(distances) == 1 == len({len(run) for run in runs[1:-1]})
+    return len(runs) > TURNS and alike and max(distances) <= TURN
 
 
 def _at_random(marked: Tensor, possible: Tensor) -> bool:

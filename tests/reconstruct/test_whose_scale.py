@@ -1,0 +1,98 @@
+"""Scales that are another number's, codes that share one, and masks that let in what they hide."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from halfulp.algorithms import golden
+from halfulp.calls import Result
+from halfulp.reconstruct import panel, suggested
+from halfulp.reconstruct.emulating import Emulator
+from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.sums_read import one_term
+from halfulp.reconstruct.weights_read import compared
+from tests.reconstruct.exact_kernel import right
+
+TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
+
+
+def scaled(scale, names=("plain", "causal", "ragged", "wide", "scaled", "masked", "grouped")):
+    def run(trial):
+        call = replace(trial.call, scale=scale(trial.call))
+        return Result(golden(call, trial.grad_out).out.to(torch.bfloat16))
+
+    outs = {n: Observed.of(run(TRIALS[n]).out, golden(TRIALS[n].call).out) for n in names}
+    return suggested.scales_of_their_own(Emulator({TRIALS[n]: run(TRIALS[n]) for n in names}, run),
+                                         outs)  # fmt: skip
+
+
+def test_a_scale_by_the_number_of_heads_says_so_and_holds_for_others():
+    (twist,) = scaled(lambda call: call.query.shape[1] ** -0.5)
+    assert twist.text == "the scale is 1/√ of the number of heads"
+    other = replace(
+        TRIALS["decode"].call, query=TRIALS["decode"].call.query[:, :1].tile(1, 5, 1, 1)
+    )
+    turned = twist.turn(replace(TRIALS["decode"], call=other)).call.scale
+    assert turned == pytest.approx(1 / math.sqrt(5))
+
+
+@pytest.mark.parametrize("factor", [4.0, 1.01])
+def test_one_factor_on_every_scale_is_no_matter_of_what_calls_have(factor):
+    assert scaled(lambda call: call.scale * factor) == []
+
+
+def coded(x, shared):
+    """Whole numbers up to 127, by the largest of all or of each row."""
+    step = (x.abs().amax() if shared else x.abs().amax(-1, keepdim=True)).clamp_min(2**-20) / 127
+    return (x / step).round() * step
+
+
+@pytest.mark.parametrize("tensor", ["out", "grad_value"])
+def test_codes_that_share_a_scale_are_told_from_a_store(tensor):
+    def run(trial):
+        if tensor == "out":
+            call = replace(trial.call, value=coded(trial.call.value.float(), True))
+            return right(trial, out=golden(call, trial.grad_out).out.to(torch.bfloat16))
+        made = golden(trial.call, coded(trial.grad_out.float(), True))
+        return right(trial, grad_value=made.grad_value.to(torch.bfloat16))
+
+    def stored(trial):
+        exact = golden(trial.call, trial.grad_out)
+        return right(trial, **{tensor: coded(getattr(exact, tensor).float(), False).bfloat16()})
+
+    assert one_term(run, TRIALS["plain"], tensor) == "operand"
+    assert one_term(stored, TRIALS["plain"], tensor) == "store"
+
+
+@pytest.mark.parametrize(
+    ("kept", "cause"),
+    [
+        (lambda j: j % 4 == 0, "split-merge"),
+        (lambda j: j % 8 < 6, "split-merge"),
+        (lambda j: j < 150, "key-tail"),
+        (lambda j: (j < 20) | (j >= 40), "key-tail"),
+    ],
+)
+def test_keys_that_every_so_many_lack_are_those_of_parts_that_take_turns(kept, cause):
+    trial = TRIALS["plain"]
+    exact = weights_of(trial.call, scores_of(trial.call))
+    weights = exact * kept(torch.arange(exact.shape[-1]))
+    read = compared(trial, weights / weights.sum(-1, keepdim=True))
+    assert read.cause == cause
+
+
+@pytest.mark.parametrize("lets_in", [True, False])
+def test_a_mask_behind_the_softmax_is_told_from_rows_that_see_nothing(lets_in):
+    def run(trial):
+        out, mask = right(trial).out, trial.call.sees.mask
+        if mask is None or mask.dtype != torch.bool:
+            return right(trial)
+        gone = ~(mask.all(-1) if lets_in else mask.any(-1))
+        return right(trial, out=out.masked_fill(gone.unsqueeze(-1), math.nan))
+
+    masked = TRIALS["masked"]
+    emulator = Emulator({masked: run(masked)}, run)
+    assert suggested.not_finite(emulator)[3] == ("mask" if lets_in else "masked-row")
