@@ -239,7 +239,7 @@ def _of_pairs(read: ReadScores) -> tuple[str, str] | None:
     gone = (read.read == 0) & ~hidden
     if float(error[gone].sum()) > HELD * float(error.sum()):
         share = float(gone.sum()) / float((~hidden).sum())
-        return f"is 0 for {100 * share:.2g} % of the pairs", "grad-tail"
+        return f"is 0 for {100 * share:.3g} % of the pairs", "grad-tail"
     if float(error[hidden].sum()) > HELD * float(error.sum()):
         return "is not 0 for pairs that are hidden", "backward-mask"
     return None
@@ -302,6 +302,8 @@ def _part(read: ReadScores, how: Unlike, dtype: torch.dtype) -> Said:
     """Which part of dS = P ∘ (dP − δ) is wrong."""
     if how.kind == "hidden":
         return Said(f"dS {how.text}, in dQ and dK alike", "backward-mask")
+    if pairs := _of_pairs(read):
+        return Said(f"dS {pairs[0]}, in dQ and dK alike", pairs[1])
     if (whole := _without_weights(read)) is not None:
         return whole
     sigma = _sigma(read, dtype)

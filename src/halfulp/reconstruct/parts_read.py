@@ -119,7 +119,8 @@ def _by_tiles(emulator: Emulator, shares: Mapping[str, float]) -> bool:
 
 def _by_any_keys(emulator: Emulator, rule: Rule, shares: Mapping[str, float]) -> bool:
     """Whether as many parts of keys taken at random explain O as well: where few keys hold a row,
-    parts of theirs explain any weights that they have.
+    parts of theirs explain any weights that they have. So do parts that keep neighbours apart, as
+    those do which take keys one by one, where a row's largest lie side by side.
     """
     drawn = []
     for name in shares:
@@ -127,8 +128,12 @@ def _by_any_keys(emulator: Emulator, rule: Rule, shares: Mapping[str, float]) ->
         weights = weights_of(trial.call, scores_of(trial.call))
         part = rule.of(weights.shape[-1])
         assert part is not None  # else it has no share
-        mixed = part[torch.randperm(len(part), generator=torch.Generator().manual_seed(0))]
-        drawn.append(_left(trial, observed, weights, mixed))
+        draw = torch.Generator().manual_seed(0)
+        mixed = [part[torch.randperm(len(part), generator=draw)]]
+        if rule.in_turn and rule.width == 1:
+            turns = [torch.randperm(rule.parts, generator=draw) for _ in part[:: rule.parts]]
+            mixed.append(torch.cat(turns)[: len(part)])
+        drawn.append(min(_left(trial, observed, weights, x) for x in mixed))
     return FINER * median(drawn) < median(shares.values())
 
 
