@@ -168,9 +168,9 @@ def _forward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) -> 
     """Masked scores of one tile; an additive mask joins in the multiplication by α, without a
     rounding between.
     """
-    step, mask = gemm.step, problem.sees.mask
+    step = gemm.step
     s = step("product", gemm(problem.query[:, :, rows], problem.key[:, :, cols].mT))
-    if mask is None or mask.dtype == torch.bool:
+    if problem.sees.added is None:
         return problem.sees.apply(step("scores", s * problem.call.scale), rows, cols, 1.0)
     alpha = torch.tensor(problem.call.scale, dtype=torch.float32)
     added = step("scores", fused_multiply_add(s, alpha, _mask_tile(problem, rows, cols)))
@@ -238,13 +238,13 @@ def _head_gradients(
 
 def _backward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) -> Tensor:
     """Masked scores of one tile, α multiplied inside the gemm."""
-    step, mask = gemm.step, problem.sees.mask
+    step = gemm.step
     q, k = problem.query[:, :, rows], problem.key[:, :, cols].mT
     if step.rounds("product"):
         s = step("scores", step("product", gemm(q, k)) * problem.call.scale)
     else:
         s = step("scores", gemm(q, k, problem.call.scale))
-    if mask is None or mask.dtype == torch.bool:
+    if problem.sees.added is None:
         return problem.sees.apply(s, rows, cols, 1.0)
     added = s + _mask_tile(problem, rows, cols)
     return replace(problem.sees, mask=None).apply(added, rows, cols, 1.0)

@@ -20,6 +20,11 @@ class Sees:
     # broadcasts to [B, H, N, N_k]; bool (True: may see) or float (added to the scaled scores)
     mask: Tensor | None = None
 
+    @property
+    def added(self) -> Tensor | None:
+        """The mask that is added to scores; None where there is none, or it hides."""
+        return None if self.mask is None or self.mask.dtype == torch.bool else self.mask
+
     def bounds(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """Return the least and the greatest j − i that is seen among so many; None: no bound.
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from halfulp.reconstruct.panel import Trial
 
 PAIR = 0.5  # calls, that two kinds at once cost more than one
@@ -28,7 +26,7 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
     (b, h, n, d), n_key = call.query.shape, call.key.shape[2]
     sees = call.sees
     far = name in ("sharp", "deep", "deep_ragged")
-    additive = sees.mask is not None and sees.mask.dtype != torch.bool
+    additive = sees.added is not None
     return {
         "with sinks": (call.sinks is not None, "sinks"),
         "with a softcap": (bool(call.softcap), "softcap"),

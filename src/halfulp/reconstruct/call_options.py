@@ -138,9 +138,9 @@ def _biases() -> Iterator[Twist]:
 
 def _with_bias(fmt: torch.dtype, unit: float, trial: Trial) -> Trial | None:
     sees = trial.call.sees
-    if sees.mask is None or sees.mask.dtype == torch.bool:
+    if sees.added is None:
         return None
-    mask = (sees.mask.float() * unit).to(fmt).float() / unit
+    mask = (sees.added.float() * unit).to(fmt).float() / unit
     return replace(trial, call=replace(trial.call, sees=replace(sees, mask=mask)))
 
 
@@ -296,8 +296,7 @@ def _softcaps() -> Iterator[Twist]:
 
     def before_the_cap(hidden: bool, call: Call) -> Call | None:
         """Scores as they are where what is added to them, or hides them, goes through the cap."""
-        mask = call.sees.mask
-        if hidden == (mask is not None and mask.dtype != torch.bool):
+        if hidden == (call.sees.added is not None):
             return None
         key, cap = call.key.double().repeat_interleave(call.groups, 1), call.softcap
         plain = call.query.double() @ key.mT * call.scale

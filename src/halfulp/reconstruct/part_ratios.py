@@ -104,9 +104,7 @@ def hidden_counted(call: Call, log: Tensor, told: Tensor) -> bool:
     """Whether one factor a row, as logarithms `[B, H, N]`, is what its sum makes of it that has all
     pairs, those that are hidden as well.
     """
-    mask = call.sees.mask
-    added = None if mask is None or mask.dtype == torch.bool else mask
-    every = scores_of(replace(call, sees=Sees(mask=added))).logsumexp(-1)
+    every = scores_of(replace(call, sees=Sees(mask=call.sees.added))).logsumexp(-1)
     more = every - scores_of(call).logsumexp(-1)
     left, size = ((x[told]).square().sum() for x in (log + more, more))
     return bool(left < LEFT * size)

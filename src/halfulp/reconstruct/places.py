@@ -298,10 +298,10 @@ def _stands(special: str, read: Read, trial: Trial, tensor: str, *, gross: bool)
     if special == "key-heads" or (special == "ragged" and tensor in GRADIENTS):
         told_more = told_more - {"other-data"}
     stands = special in _OPTIONS or read.cause not in told_more
-    mask = trial.call.sees.mask
+    sees = trial.call.sees
     # of a boolean mask: what the backward pass hides otherwise than the forward pass
-    if read.cause == "backward-mask" and special == "mask" and mask is not None:
-        stands = mask.dtype != torch.bool
+    if read.cause == "backward-mask" and special == "mask" and sees.mask is not None:
+        stands = sees.added is not None
     # matters of no other option
     if read.cause == "masked-row" or (read.cause == "lse-other" and special != "sinks"):
         stands = False

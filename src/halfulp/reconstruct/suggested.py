@@ -53,11 +53,10 @@ def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
         return replace(asked, call=replace(asked.call, scale=asked.call.scale * factor))
 
     def powered(asked: Trial) -> Trial:
-        mask = asked.call.sees.mask
-        changed = turn(asked)
-        if mask is None or mask.dtype == torch.bool:
+        changed, added = turn(asked), asked.call.sees.added
+        if added is None:
             return changed
-        sees = replace(changed.call.sees, mask=mask * factor)
+        sees = replace(changed.call.sees, mask=added * factor)
         return replace(changed, call=replace(changed.call, sees=sees))
 
     def back(asked: Trial, tensors: Tensors) -> Tensors:

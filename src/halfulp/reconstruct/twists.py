@@ -168,7 +168,7 @@ def _finite_masks() -> Iterator[Twist]:
             for bound, beyond in ((greatest, torch.gt), (least, torch.lt)):
                 hidden = hidden if bound is None else hidden | beyond(j - i, bound)
             mask = call.sees.mask
-            added = torch.zeros(()) if mask is None or mask.dtype == torch.bool else mask
+            added = torch.zeros(()) if call.sees.added is None else call.sees.added
             if mask is not None and mask.dtype == torch.bool:
                 hidden = hidden | ~mask
             if not bool(hidden.any()):
