@@ -11,9 +11,7 @@ from halfulp.calls import Result
 from halfulp.reconstruct import panel, suggested
 from halfulp.reconstruct.emulating import Emulator
 from halfulp.reconstruct.evidence import Observed
-from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.sums_read import one_term
-from halfulp.reconstruct.weights_read import compared
 from tests.reconstruct.exact_kernel import right
 
 TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
@@ -65,23 +63,6 @@ def test_codes_that_share_a_scale_are_told_from_a_store(tensor):
 
     assert one_term(run, TRIALS["plain"], tensor) == "operand"
     assert one_term(stored, TRIALS["plain"], tensor) == "store"
-
-
-@pytest.mark.parametrize(
-    ("kept", "cause"),
-    [
-        (lambda j: j % 4 == 0, "split-merge"),
-        (lambda j: j % 8 < 6, "split-merge"),
-        (lambda j: j < 150, "key-tail"),
-        (lambda j: (j < 20) | (j >= 40), "key-tail"),
-    ],
-)
-def test_keys_that_every_so_many_lack_are_those_of_parts_that_take_turns(kept, cause):
-    trial = TRIALS["plain"]
-    exact = weights_of(trial.call, scores_of(trial.call))
-    weights = exact * kept(torch.arange(exact.shape[-1]))
-    read = compared(trial, weights / weights.sum(-1, keepdim=True))
-    assert read.cause == cause
 
 
 @pytest.mark.parametrize("lets_in", [True, False])

@@ -11,6 +11,7 @@ from halfulp.reconstruct.weight_ratios import COARSEST
 
 LEFT = 0.05  # of an error, that keys read in others' place may leave
 ROWS = 8  # in which a key is told from others by what it weighs
+NEAR = 0.2  # of a whole number, that a count is
 ROUNDS = 8  # of means over rows and over keys, which weights that are not clear keep apart
 
 
@@ -78,7 +79,12 @@ def _times(read: Tensor, exact: Tensor, gone: Tensor) -> Tensor:
         each = ((log - rows) * clear).sum((0, 1, 2)) / clear.sum((0, 1, 2)).clamp_min(1)
     told = clear.sum((0, 1, 2)) > 0
     least = each[told].min() if bool(told.any()) else 0.0
-    return torch.where(told, (each - least).exp().round(), 1.0) * ~gone
+    weighed = torch.where(told, (each - least).exp(), 1.0) * ~gone
+    # all are read once or more, as many as there are; what counts alike may count once
+    whole = len(gone) * weighed / weighed.sum().clamp_min(1e-300)
+    times = whole.round()
+    apart = bool(((whole - times).abs() < NEAR).all() and times[~gone].min() < times.max())
+    return times if apart and int(times.sum()) == len(gone) else weighed.round()
 
 
 def _values(read: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,15 @@ _HIDDEN = {"window", "mask"}  # pairs that get no weight, which rows at an end h
 _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse", "lse-other"}
 _WEIGHTS = {False: "weights", True: "probabilities"}
 
+_AS_RAGGED = {
+    # tiles of 64 are thirds of 192 keys as well, and no third of 157
+    "rescale": "split-merge",
+    "backward-weights": "split-merge",
+    # keys that are all read as often as others count once, but for the last
+    "split-merge": "other-data",
+}
+"""What a cause is another by that a ragged call tells."""
+
 STRUCTURE = {
     "key-tail",
     "query-tail",
@@ -91,11 +100,10 @@ def result_read(
     how = _off(weights, exact, trial)
     read = compared(trial, _in_place(weights, exact, how), backward=backward)
     other = emulator.trials.get("ragged")
-    if read.cause in ("rescale", "backward-weights") and other not in (None, trial):
-        # tiles of 64 are thirds of 192 keys as well, and no third of 157
+    if (instead := _AS_RAGGED.get(read.cause, "")) and other not in (None, trial):
         again = (backward_weights if backward else forward_weights)(emulator.run, other)
         parts = None if again is None else compared(other, again, backward=backward)
-        read = parts if parts is not None and parts.cause == "split-merge" else read
+        read = parts if parts is not None and parts.cause == instead else read
     if read.by_size and not backward:
         told = _of_function(emulator.run, trial)
         if told is None and read.cause == "weights":

@@ -111,10 +111,13 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
 
 def _more_elsewhere(cause: Named, places: Sequence[Place]) -> bool:
     """Whether what is 0 in some calls is moved in others, which ends past what was written, or is
-    no number there.
+    no number there; or keys that are left out have others in their place.
     """
     of = {p.cause for p in places if p.tensor == cause.tensor and p.was_read}
-    return cause.cause.key == "unwritten" and bool(of & {"layout", "non-finite"})
+    return bool(of & _MORE.get(cause.cause.key, set()))
+
+
+_MORE = {"unwritten": {"layout", "non-finite"}, "key-tail": {"other-data"}}
 
 
 def _all_there_is(cause: Named, causes: Sequence[Named], emulator: Emulator) -> bool:

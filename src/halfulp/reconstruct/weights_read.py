@@ -104,6 +104,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     if _over_queries(read, exact):
         return Read("the weights of each key sum to 1 over the queries: the softmax is over the"
                     " other dimension", "unnormalized")  # fmt: skip
+    if alike := _all_alike(read, exact):
+        return replace(alike, cause=in_backward(alike.cause)) if backward else alike
     if (most := _held(read, exact)) > 0:
         told = f"no weight is more than {most:.3g}: what should be is that"
         return Read(told, in_backward("weights") if backward else "weights")
@@ -125,7 +127,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 rest = exact[possible & ~marked]
                 less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
                 cause = "weights" if less else cause or "key-tail"
-            if cause == "key-tail" and (instead := in_their_place(read, exact, marked)):
+            lost_keys = of == "pairs of keys" and cause in ("key-tail", "split-merge")
+            if (lost_keys or cause == "key-tail") and (
+                instead := in_their_place(read, exact, marked)
+            ):
                 return Read(f"{pattern} {told}: {instead}", "other-data")
             if cause == "tiles-skipped" and _by_heads(marked, possible):
                 cause = "split-merge"  # a part that is lost, whatever it weighs
@@ -152,6 +157,19 @@ def _over_queries(read: Tensor, exact: Tensor) -> bool:
     rows, columns = ((x.sum(dim) - 1).abs().mean() for x, dim in ((read, -1), (read, -2)))
     whole = float((exact.sum(-1) - 1).abs().max()) < 0.01  # of rows that see something, no sinks
     return whole and float(columns) < 0.01 and float(rows) > 0.1
+
+
+def _all_alike(read: Tensor, exact: Tensor) -> Read | None:
+    """Whether what a row sees weighs as much throughout, and 1 in every row."""
+    seen = (exact > 0) & ((exact > 0).sum(-1, keepdim=True) > 1)  # of rows that see several
+    if not bool(seen.any()):
+        return None
+    if bool(((read[seen] - 1).abs() < NEAR / 4).all()):
+        return Read("every weight is 1, as of a softmax over one element", "unnormalized")
+    mean = (read * seen).sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp_min(1)
+    if bool(((read - mean).abs() < NEAR / 4 * mean.abs())[seen].all()):
+        return Read("all weights of a row are alike: scores are 0 × what they should be", "scale")
+    return None
 
 
 def _held(read: Tensor, exact: Tensor) -> float:
