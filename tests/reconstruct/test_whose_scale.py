@@ -43,9 +43,11 @@ def test_one_factor_on_every_scale_is_no_matter_of_what_calls_have(factor):
 
 
 def coded(x, shared):
-    """Whole numbers up to 127, by the largest of all or of each row."""
-    step = (x.abs().amax() if shared else x.abs().amax(-1, keepdim=True)).clamp_min(2**-20) / 127
-    return (x / step).round() * step
+    """256 numbers from the least to the largest, of all or of each row."""
+    dims = tuple(range(x.ndim)) if shared else (-1,)
+    low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+    step = ((high - low) / 255).clamp_min(2**-20)
+    return ((x - low) / step).round() * step + low
 
 
 @pytest.mark.parametrize("tensor", ["out", "grad_value"])

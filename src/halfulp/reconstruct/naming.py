@@ -245,8 +245,9 @@ def named(emulator: Emulator, model: Model, stock: Recipe) -> tuple[list[Named],
         if place is None or most[-1] < least or key == "weights-normalized":
             harmless += group
             continue
-        biased = [emulator.trials[name].call.sees.added is not None for name in calls]
-        key = "mask" if key == "backward-mask" and biased and all(biased) else key
+        if key == "backward-mask" and all(emulator.trials[n].call.sees.added is not None
+                                          for n in calls):  # fmt: skip
+            key = "mask"  # of which nothing is hidden
         text = "; ".join(dict.fromkeys(_told(d) for d in group))
         # of a backward pass that is apart nothing else is known to be another's
         text += ", in what is returned alone" * (model.apart and whose == set(FORWARD))
