@@ -12,15 +12,17 @@ from halfulp.calls import Result
 from halfulp.formats import OCP_E4M3, round_to
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct.dataflow import grad_scores, grad_scores_of
-from halfulp.reconstruct.emulating import Emulator, Model
+from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.naming import named
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.parts_read import merged
 from halfulp.reconstruct.result_read import result_read
+from halfulp.reconstruct.twists import masks
 from halfulp.reconstruct.weights_read import compared
 from tests.reconstruct.exact_kernel import right
 
-TRIALS = {t.name: t for t in panel(torch.bfloat16)}
+TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
 
 
 @pytest.mark.parametrize(
@@ -95,3 +97,17 @@ def test_parts_that_only_keep_neighbours_apart_are_not_merged_otherwise():
 
     some = [TRIALS[name] for name in ("rising",)]
     assert merged(Emulator({t: run(t) for t in some}, run)) is None
+
+
+@pytest.mark.parametrize(("name", "cause"), [("biased_cross", "mask"), ("masked", "backward-mask")])
+def test_another_mask_in_the_backward_pass_is_told_by_whether_it_hides(name, cause):
+    (first,) = (t for t in masks() if t.key == "mask-batch-0")
+    wrong = Model.of(BF16_FLASH2).with_ways(
+        frozenset(GRADIENTS), lambda way: replace(way, twists=(first,))
+    )
+    trial = TRIALS[name]
+    ways, seen = (wrong.forward, wrong.gradients[0]), Emulator({})
+    made = seen.tensors(trial, ways[0], None) | seen.tensors(trial, *ways)
+    result = Result(**{n: x if n == "lse" else x.to(torch.bfloat16) for n, x in made.items()})
+    found, _ = named(Emulator({trial: result}), wrong, BF16_FLASH2)
+    assert [n.cause.key for n in found] == [cause]
