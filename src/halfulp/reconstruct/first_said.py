@@ -59,12 +59,13 @@ def first_said(
 
 def _of_larger_sums(found: Reconstruction, emulator: Emulator) -> set[str]:
     """The calls whose O is explained by a row sum that has more in it, beside which rows far below
-    it are 0.
+    it are 0, and none is no number.
     """
     if not any(t.cause in _LARGER for t in found.model.forward.twists):
         return set()
     fits = emulator.fits(found.model, frozenset({"out"}))
-    return {trial for (trial, _), fit in fits.items() if fit.left < UNEXPLAINED}
+    return {trial for (trial, tensor), fit in fits.items()
+            if fit.left < UNEXPLAINED and (trial, tensor) not in emulator.nonfinite}  # fmt: skip
 
 
 def _without_weights(found: Reconstruction, emulator: Emulator) -> Reconstruction:
