@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from halfulp.recipes import Recipe, recipe_text
 from halfulp.reconstruct.descent import Taken
-from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Model, Way
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, SHORT, TENSORS, Model, Way
 from halfulp.reconstruct.evidence import Cosine
 from halfulp.reconstruct.naming import Difference, Named
 from halfulp.reconstruct.places import Place
@@ -77,16 +78,25 @@ class Reconstruction:
     @property
     def text(self) -> str:
         """The recipe, or the ways of both passes."""
+        return self._text_of(TENSORS)
+
+    def _text_of(self, tensors: Sequence[str]) -> str:
+        """The ways of these results, the forward pass's first."""
         if self.recipe is not None:
             return recipe_text(self.recipe)
-        told = [_way(self.model.forward) + ", in what is returned alone" * self.model.apart]
-        ways = dict.fromkeys(self.model.gradients)
-        for way in ways:
-            names = [SHORT[g] for g in GRADIENTS if self.model.way(g) == way]
-            if way == self.model.forward:
-                continue
-            whose = "backward" if len(ways) == 1 else f"for {', '.join(names)}"
-            told.append(f"{whose} {_way(way)}")
+        whose: dict[Way, list[str]] = {}
+        for tensor in tensors:
+            whose.setdefault(self.model.way(tensor), []).append(tensor)
+        told = []
+        for way, names in whose.items():
+            if not set(names).isdisjoint(FORWARD):
+                told.append(_way(way) + ", in what is returned alone" * self.model.apart)
+            elif len(whose) == 1:  # whose it is is said beside it
+                told.append(_way(way))
+            elif names == [*GRADIENTS]:
+                told.append(f"backward {_way(way)}")
+            else:
+                told.append(f"for {', '.join(SHORT[n] for n in names)} {_way(way)}")
         return "; ".join(told)
 
     @property
@@ -99,16 +109,19 @@ class Reconstruction:
     @property
     def sentence(self) -> str:
         """One line: what it is, how much of each error that explains, what stays unexplained."""
-        shares = [f"{_percent(e.share)} of {SHORT[e.tensor]}'s error" for e in self.explained]
         known = [e for e in self.explained if e.share >= LIKE]
+        located = {p.tensor for p in self.places if known}  # where what is left is said
+        shares = [f"{_percent(e.share)} of {SHORT[e.tensor]}'s error" for e in self.explained
+                  if e in known or e.tensor not in located]  # fmt: skip
         if not shares:
             told = f"is {self.text}: it errs by no more than the order of its sums makes"
         elif self.understood or len(known) == len(self.explained):
             told = f"is {self.text}: explains {', '.join(shares)}"
         elif known:
-            go = "goes" if len(known) == 1 else "go"
             names = ", ".join(SHORT[e.tensor] for e in known)
-            told = f"is {self.text} as far as {names} {go}: explains {', '.join(shares)}"
+            own = self._text_of([e.tensor for e in known])
+            go = "goes" if len(known) == 1 else "go"
+            told = f"is {own} as far as {names} {go}: explains {', '.join(shares)}"
         else:
             told = f"is no recipe that was tried; the nearest, {self.text}, explains"
             told += f" {', '.join(shares)}"
