@@ -2,6 +2,7 @@
 means, and faults that need one of them.
 """
 
+import math
 from itertools import combinations
 from pathlib import Path
 
@@ -190,6 +191,53 @@ def test_a_finite_number_that_hides_is_caught_and_rounded_scores_are_not(number,
         result = runner(target)(reference.inputs)
         found += judge_case(case, reference.measure(result), reference, 0.01)[1]
     assert bool(found) is seen
+
+
+class InParts(torch.autograd.Function):
+    """Blocks of 24 keys, dealt to two parts that are merged by their lse in base 2, in float32;
+    `wrong` is what dV is multiplied by.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, scale, wrong):
+        q, k, v = (x.float() for x in (query, key, value))
+        s = (q @ k.mT) * (scale * math.log2(math.e))
+        part = torch.arange(k.shape[2]) // 24 % 2
+        lses, outs = [], []
+        for own in (0, 1):
+            mine = s[..., part == own]
+            top = mine.amax(-1, keepdim=True)
+            p = torch.exp2(mine - top)
+            lses.append(top + p.sum(-1, keepdim=True).log2())
+            outs.append(p @ v[:, :, part == own] / p.sum(-1, keepdim=True))
+        lse = torch.stack(lses)
+        weights = torch.exp2(lse - lse.amax(0))
+        out = ((weights * torch.stack(outs)).sum(0) / weights.sum(0)).to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse.amax(0) + weights.sum(0).log2())
+        ctx.asked = scale, wrong
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, lse = ctx.saved_tensors
+        q, k, v, o, do = (x.float() for x in (query, key, value, out, grad_out))
+        scale, wrong = ctx.asked
+        p = torch.exp2((q @ k.mT) * (scale * math.log2(math.e)) - lse)
+        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
+        grads = (ds @ k, ds.mT @ q, p.mT @ do * wrong)
+        return *(x.to(query.dtype) for x in grads), None, None
+
+
+@pytest.mark.parametrize(("wrong", "seen"), [(1.0, False), (1.5, True)])
+def test_an_lse_that_is_rounded_far_from_0_is_no_fault(wrong, seen):
+    def attention(query, key, value, *, is_causal, scale):
+        return InParts.apply(query, key, value, scale, wrong)
+
+    name = "sizes/full/no-option/abyss/transposed/transposed/backward-twice"
+    case = Case(name, Shape(34, 1, 1, 128, 96), dtype="float16")
+    reference = references(case)
+    measured = reference.measure(runner(Target.of(attention))(reference.inputs))
+    assert bool(judge_case(case, measured, reference, 0.01)[1]) is seen
 
 
 @pytest.mark.parametrize("asked", ["biased/no-option", "causal/sinks"])

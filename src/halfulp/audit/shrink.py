@@ -16,7 +16,7 @@ from halfulp.audit.operation_plan import smaller
 from halfulp.audit.probes import Shape
 from halfulp.audit.references import References, references
 from halfulp.audit.relation_replay import relation_severity
-from halfulp.audit.verdict import LIMITS, PEAK, Finding, overruled
+from halfulp.audit.verdict import LIMITS, Finding, overruled, peak_limit
 from halfulp.calls import Result
 from halfulp.operations import ATTENTION, Sizes, operation_names
 from halfulp.runs.threads import own_thread
@@ -57,7 +57,7 @@ def _severity(measured: Measured, reference: References, finding: Finding, case:
         proven = measured.beyond.get(finding.tensor, (0.0, ""))[0]
         if overruled(case, measured, finding.tensor):
             return proven
-        return max(max(beyond, default=0.0) / (PEAK * limits.stock), proven)
+        return max(max(beyond, default=0.0) / peak_limit(case), proven)
     for got in measured.figures:
         if got.name == finding.property:
             allowed = torch.maximum(

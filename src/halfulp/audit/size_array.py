@@ -127,6 +127,13 @@ def levels_of(name: str) -> dict[str, str]:
     return dict(zip(known, levels, strict=True))
 
 
+def is_abyss(name: str) -> bool:
+    """Whether a case's scores lie far from 0, where float32's lse is rounded by more than 16 bits
+    are.
+    """
+    return name.startswith(f"{PREFIX}/") and levels_of(name)["scores"] == "abyss"
+
+
 def options_of(levels: Mapping[str, str], shape: Shape) -> dict[str, Any]:
     """What the call asks for beside causality."""
     asked: dict[str, Any] = {}

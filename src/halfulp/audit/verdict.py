@@ -20,12 +20,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from halfulp.audit.figures import Figure, Lean, Measured, excess, short, unlike
+from halfulp.audit.figures import FORMAT_OF, Figure, Lean, Measured, excess, short, unlike
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import SHARED, Relation
 from halfulp.audit.probes import Probe
 from halfulp.audit.references import References
+from halfulp.audit.size_array import is_abyss
 from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean, log_ratios
+from halfulp.operations import ATTENTION, DTYPES
 from halfulp.runs.results import Plain, plain_data
 
 Grade = Literal["defect", "stock"]
@@ -45,6 +47,10 @@ class Limits:
 # never written are beyond 20 in bf16 (docs/log.md, "The worst element")
 PEAK = 10.0
 """Times `Limits.stock`: beyond that the largest error of an element is no rounding."""
+
+LSE_OF_ABYSS = 3 * math.log(2) * 2.0**-8
+"""Of a weight: what rounding the lse of scores of −61440 to float32 makes, half a unit of 2⁻⁷ in
+base 2, of two parts of the keys and of both together."""
 
 GROSS = 20.0
 """Times stock: from there on rounding is a cause only where it explains the error."""
@@ -257,7 +263,7 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
         ratio, text = passed[tensor]
         return [Finding("defect", "element", f"{short(tensor)} element", tensor, case, text, ratio)]
     stock = {f.name: f for f in reference.stock.figures}
-    limit = PEAK * LIMITS[case.dtype].stock
+    limit = peak_limit(case)
     found = []
     for got in measured.figures:
         other = stock.get(got.name)
@@ -284,6 +290,18 @@ def _elements(case: Case, measured: Measured, reference: References) -> list[Fin
             Finding("defect", "element", f"{named} element", got.tensor, case, text, ratio)
         )
     return sorted(found, key=lambda f: -f.ratio)[:1]
+
+
+def peak_limit(case: Case) -> float:
+    """Times the stock recipe's: beyond that the largest error of an element is no rounding. Where
+    scores lie far from 0 a weight has lse's rounding as well, which the stock recipe's own, of
+    another base or of keys that are not in parts, may be without.
+    """
+    limit = PEAK * LIMITS[case.dtype].stock
+    attention = case.operation == ATTENTION and case.dtype != "float32"
+    if not attention or not is_abyss(case.probe):
+        return limit
+    return limit * (1 + LSE_OF_ABYSS / FORMAT_OF[DTYPES[case.dtype]].unit_roundoff)
 
 
 def overruled(case: Case, measured: Measured, tensor: str) -> bool:
