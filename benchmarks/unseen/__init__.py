@@ -9,14 +9,15 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 34), ("operations", 14))
+    for of, last in (("attention", 38), ("operations", 14))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth",
                  "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth",
                  "twentyfirst", "twentysecond", "twentythird",
                  "twentyfourth", "twentyfifth", "twentysixth", "twentyseventh",
                  "twentyeighth", "twentyninth", "thirtieth", "thirtyfirst", "thirtysecond",
-                 "thirtythird", "thirtyfourth")[:last]
+                 "thirtythird", "thirtyfourth", "thirtyfifth", "thirtysixth",
+                 "thirtyseventh", "thirtyeighth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 

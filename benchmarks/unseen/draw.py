@@ -43,7 +43,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
            "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
            "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
            "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
-           "attention.thirtyfourth")  # fmt: skip
+           "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
+           "attention.thirtyseventh", "attention.thirtyeighth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -60,7 +61,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
            "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
            "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
-           "attention.thirtyfourth")  # fmt: skip
+           "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
+           "attention.thirtyseventh", "attention.thirtyeighth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 

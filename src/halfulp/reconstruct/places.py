@@ -265,9 +265,6 @@ def _told(
     read = result_read(emulator, model, trial, tensor, in_values)
     if read is not None:
         parts.append(read.text)
-        asked = (emulator.trials[name].call.sees for name in bad | {worst})
-        if read.cause == "window" and any(sees.causal and sees.window is None for sees in asked):
-            read = replace(read, cause="causal-mask")
         if special == "row-max" and read.cause in ("causal-mask", "mask", "window"):
             read = replace(read, cause="mask-finite")
         # no option alone has its gradients' sums rounded

@@ -346,11 +346,12 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
     head = b * rest.shape[1] + h
     candidates: list[tuple[Tensor, str, str, int]] = []
     if n >= FEW_ROWS:
+        told = "the ratio of the weights to the exact ones is a function of key − query"
         candidates += [
             (head * n_key + j, "the weights of each key are off by one factor", "operand", 1),
-            (j - i + n, "the ratio of the weights to the exact ones is a function of key − query",
-             "mask", 1),
-        ]  # fmt: skip
+            (j - i + n, told, "mask", 1),
+            (head * (n + n_key) + j - i + n, f"{told}, another in each head", "mask", 1),
+        ]
     row = head * n + i
     for width in sorted({*_WIDTHS, *(-(-n_key // parts) for parts in (2, 3, 4, 8))}, reverse=True):
         if width < n_key:
@@ -359,8 +360,7 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
             cause = "rescale" if width in (16, 32, 64, 128) else "split-merge"
             part = row * blocks + j.div(width, rounding_mode="floor")
             candidates.append((part, told, cause, blocks))
-    total = float(rest.square().sum())
-    chance = noise**2 * float(weight.sum())
+    total, chance = float(rest.square().sum()), noise**2 * float(weight.sum())
     for coordinate, text, cause, blocks in candidates:
         index = coordinate.flatten()
         size = int(index.max()) + 1
