@@ -148,7 +148,7 @@ def wilson(right: int, of: int, z: float = 1.96) -> tuple[float, float]:
         z * math.sqrt(right * (of - right) / of**3 + z * z / (4 * of * of)),
     )
     low, high = ((centre + sign * spread) / (1 + z * z / of) for sign in (-1, 1))
-    return low, high
+    return max(0.0, low), min(1.0, high)  # of all, or of none, an interval ends there
 
 
 def told(rows: list[dict[str, Any]], what: str) -> str:

@@ -184,10 +184,10 @@ def _biased_cross(g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=torch.randn(2, 2, 66, 90, generator=g))}
 
 
-def _padded_keys(g: torch.Generator) -> dict[str, Any]:
-    """A mask of each sequence that hides what is past its length."""
+def _padded_keys(rows: int, g: torch.Generator) -> dict[str, Any]:
+    """A mask of each sequence that hides what is past its length, of so many rows."""
     x, lengths = _operands(g, (3, 2, 2), (70, 70), (32, 32)), torch.tensor([70, 41, 13])
-    mask = (torch.arange(70) < lengths.view(-1, 1, 1, 1)).expand(-1, -1, 70, -1)
+    mask = (torch.arange(70) < lengths.view(-1, 1, 1, 1)).expand(-1, -1, rows, -1)
     return x | {"sees": Sees(mask=mask.contiguous())}
 
 
@@ -248,7 +248,8 @@ _RARER: dict[str, tuple[str, Draw]] = {
                       _given((2, 2, 2), 93, additive=False)),
     "biased_grouped": ("70 tokens, an additive mask for each sequence, 4 heads on 2",
                        _given((2, 4, 2), 70, additive=True)),
-    "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", _padded_keys),
+    "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", partial(_padded_keys, 70)),
+    "padded_rows": ("the same, by a mask of one row for all queries", partial(_padded_keys, 1)),
     "biased_cross": ("66 queries, 90 keys, an additive mask for each head", _biased_cross),
     "other_widths": ("D = 80, of values 48", _of((1, 3, 3), (66, 130), (80, 48))),
     "wide_ragged": ("causal, 150 tokens, D = 96",
