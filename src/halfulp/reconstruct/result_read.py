@@ -121,6 +121,10 @@ def result_read(
     if divides and of_division(emulator.run, trial):
         return Read(f"{read.text}; of weights that are 1, and as many as a small number, O is off"
                     " as well: it is the division", "reciprocal")  # fmt: skip
+    if not backward and read.cause == "unnormalized" and observed.relative < LARGE and (
+        terms := from_terms(emulator.run, trial, tensor)):  # fmt: skip
+        return Read(f"{read.text}; where all weights are alike O is off too, more so from {terms}"
+                    " keys on: sums are rounded as they run", "row-sum")  # fmt: skip
     if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)
