@@ -67,3 +67,24 @@ def test_a_row_sum_that_is_rounded_as_it_runs_grows_worse_with_its_keys(rounded,
     emulator = Emulator({trial: run(trial)}, run)
     found = result_read(emulator, STOCK, trial, "out")
     assert found.cause == cause, found.text
+
+
+@pytest.mark.parametrize(("each", "cause"), [(True, "products"), (False, "accumulator")])
+def test_terms_that_are_rounded_are_told_from_a_sum_that_is(each, cause):
+    """P is right, and P V is not: its terms are rounded to bf16, or the sum after each of them."""
+    trial = TRIALS["plain"]
+
+    def run(asked):
+        weights = weights_of(asked.call, scores_of(asked.call)).bfloat16()
+        value = asked.call.value.repeat_interleave(asked.call.groups, 1)
+        if each:
+            terms = weights.unsqueeze(-1) * value.unsqueeze(2)
+            return Result(terms.double().sum(3).bfloat16())
+        total = torch.zeros(())
+        for j in range(weights.shape[-1]):
+            total = (total + weights[..., j, None].float() * value[:, :, None, j]).bfloat16()
+        return Result(total)
+
+    emulator = Emulator({trial: run(trial)}, run)
+    found = result_read(emulator, STOCK, trial, "out")
+    assert found.cause == cause, found.text

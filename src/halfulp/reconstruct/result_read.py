@@ -283,7 +283,10 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
             told += f"; {100 * other:.2g} % of them are other than any recipe's: they are rounded"
             return Read(f"{told} otherwise", _WEIGHTS[tensor == "grad_value"])
         cause = "accumulator" if tensor == "out" else "grad-accumulator"
-        return Read(f"{told}; of one {term} alone {result} is exact, so it is the sum", cause)
+        told = f"{told}; of one {term} alone {result} is exact, so it is the sum"
+        if tensor == "out" and weights is not None and _weights_err(emulator, trial):
+            return Read(f"{told}: its terms are rounded before they are added up", "products")
+        return Read(told, cause)
     other = emulator.observed[trial.name, tensor].relative > OTHER and where != "sum"
     # V may be coarse, and O off by what the weights are as well
     if other and not (tensor == "out" and 0 < value_error(emulator.run, trial) < OTHER):
