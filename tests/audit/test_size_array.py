@@ -240,6 +240,23 @@ def test_an_lse_that_is_rounded_far_from_0_is_no_fault(wrong, seen):
     assert bool(judge_case(case, measured, reference, 0.01)[1]) is seen
 
 
+@pytest.mark.parametrize(("leak", "seen"), [(0.0, False), (1e-4, True)])
+def test_what_all_keys_have_in_common_may_be_taken_off_first(leak, seen):
+    """Of V: dV of a key that no query sees is what fp32 leaves of a sum that cancels."""
+
+    def attention(query, key, value, *, is_causal, scale):
+        q, k, v = (x.float() for x in (query, key, value))
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        p = (q @ k.mT * scale).masked_fill(hidden, -math.inf).softmax(-1) + leak * hidden
+        mean = v.mean(2, keepdim=True)
+        return (p @ (v - mean) + p.sum(-1, keepdim=True) * mean).to(query.dtype)
+
+    case = Case("sizes/causal/no-option/sharp/packed/expanded/once", Shape(2, 5, 42, 65, 64))
+    reference = references(case)
+    measured = reference.measure(runner(Target.of(attention))(reference.inputs))
+    assert bool(judge_case(case, measured, reference, 0.01)[1]) is seen
+
+
 @pytest.mark.parametrize("asked", ["biased/no-option", "causal/sinks"])
 def test_the_bound_holds_a_bias_and_a_sink(asked):
     case = Case(f"sizes/{asked}/plain/contiguous/contiguous/once", Shape(1, 2, 40, 40, 16))

@@ -3,6 +3,8 @@
 Assumed of a kernel: operands are multiplied as they are given; scores, their exponentials, dP, δ
 and sums are fp32, in any order (Higham 2002, ch. 3: γ_n = n u / (1 - n u)); weights and dS are
 rounded to the audited format up to twice, O once before δ is made of it, every result once a head.
+Gradients may be summed with what all keys, or all queries, have in common taken off first, so that
+an element has fp32's rounding of the largest of its column, though nothing reaches it.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
     again = 2 * u + _gamma(groups * max(n, terms) + 4, t)
     off.add_(off + p * ds, alpha=again).mul_(x.scale)
     most_of = (off @ k.abs(), off.mT @ q.abs(), wrong.add_(wrong + p, alpha=again).mT @ both)
+    common = min(1.0, _gamma(max(n, terms), t) / u)  # of a bound that is made of the format's u
     for name, most in zip(GRADIENTS, most_of, strict=True):
+        most.add_(most.amax(-2, keepdim=True), alpha=common)
         shared = name != "grad_query" and groups > 1
         bounds[name] = (
             most.view(*x.key.shape[:2], groups, terms, -1).sum(2) if shared else most
