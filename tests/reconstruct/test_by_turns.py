@@ -12,16 +12,11 @@ from halfulp.calls import Result
 from halfulp.formats import OCP_E4M3, round_to
 from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct.dataflow import grad_scores, grad_scores_of
-from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator, Model
-from halfulp.reconstruct.evidence import Cosine
+from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.found import Explained, Reconstruction
-from halfulp.reconstruct.naming import named
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.parts_read import merged
-from halfulp.reconstruct.places import Place
 from halfulp.reconstruct.result_read import result_read
-from halfulp.reconstruct.twists import masks, scales
 from halfulp.reconstruct.weights_read import compared
 from tests.reconstruct.exact_kernel import right
 
@@ -100,38 +95,3 @@ def test_parts_that_only_keep_neighbours_apart_are_not_merged_otherwise():
 
     some = [TRIALS[name] for name in ("rising",)]
     assert merged(Emulator({t: run(t) for t in some}, run)) is None
-
-
-@pytest.mark.parametrize(("name", "cause"), [("biased_cross", "mask"), ("masked", "backward-mask")])
-def test_another_mask_in_the_backward_pass_is_told_by_whether_it_hides(name, cause):
-    (first,) = (t for t in masks() if t.key == "mask-batch-0")
-    wrong = Model.of(BF16_FLASH2).with_ways(
-        frozenset(GRADIENTS), lambda way: replace(way, twists=(first,))
-    )
-    trial = TRIALS[name]
-    ways, seen = (wrong.forward, wrong.gradients[0]), Emulator({})
-    made = seen.tensors(trial, ways[0], None) | seen.tensors(trial, *ways)
-    result = Result(**{n: x if n == "lse" else x.to(torch.bfloat16) for n, x in made.items()})
-    found, _ = named(Emulator({trial: result}), wrong, BF16_FLASH2)
-    assert [n.cause.key for n in found] == [cause]
-
-
-def test_a_way_that_explains_nothing_of_o_is_not_said_of_what_others_do():
-    (scale,) = (t for t in scales() if t.key == "scale-half")
-    model = Model.of(BF16_FLASH2).with_ways(
-        frozenset(FORWARD), lambda way: replace(way, twists=(scale,))
-    )
-    own = {"out": 0.96, "grad_query": 0.01, "grad_key": 0.01, "grad_value": 0.01}
-    explained = tuple(Explained(n, Cosine(0.0, 0.0, left, 8), Cosine(0.0, 0.0, 1.0, 8), 9.0, 9.0)
-                      for n, left in own.items())  # fmt: skip
-    place = Place("out", "plain", "keys 0-14 get no weight", "other-data", 1.0, 9.0)
-    found = Reconstruction(
-        "kernel", "bfloat16", model, BF16_FLASH2, None, explained, (), (), (), (), (place,), (),
-        {}, (), unsteady=False, tried=1, seconds=0.0, complete=True,
-    )  # fmt: skip
-    assert scale.text in found.text
-    assert scale.text not in found.sentence
-    assert found.sentence == (
-        "is BF16_FLASH2 as far as dQ, dK, dV go: explains 99 % of dQ's error, 99 % of dK's error,"
-        " 99 % of dV's error; unexplained: O (keys 0-14 get no weight)"
-    )

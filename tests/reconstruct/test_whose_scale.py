@@ -1,4 +1,6 @@
-"""Scales that are another number's, codes that share one, and masks that let in what they hide."""
+"""Scales that are another number's, codes that share one, masks behind the softmax, and other masks
+in the backward pass alone.
+"""
 
 import math
 from dataclasses import replace
@@ -8,13 +10,16 @@ import torch
 
 from halfulp.algorithms import golden
 from halfulp.calls import Result
+from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import panel, suggested
-from halfulp.reconstruct.emulating import Emulator
+from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.naming import named
 from halfulp.reconstruct.sums_read import one_term
+from halfulp.reconstruct.twists import masks
 from tests.reconstruct.exact_kernel import right
 
-TRIALS = {trial.name: trial for trial in panel.panel(torch.bfloat16)}
+TRIALS = {t.name: t for rare in (False, True) for t in panel.panel(torch.bfloat16, rarer=rare)}
 
 
 def scaled(scale, names=("plain", "causal", "ragged", "wide", "scaled", "masked", "grouped")):
@@ -79,3 +84,17 @@ def test_a_mask_behind_the_softmax_is_told_from_rows_that_see_nothing(lets_in):
     masked = TRIALS["masked"]
     emulator = Emulator({masked: run(masked)}, run)
     assert suggested.not_finite(emulator)[3] == ("mask" if lets_in else "masked-row")
+
+
+@pytest.mark.parametrize(("name", "cause"), [("biased_cross", "mask"), ("masked", "backward-mask")])
+def test_another_mask_in_the_backward_pass_is_told_by_whether_it_hides(name, cause):
+    (first,) = (t for t in masks() if t.key == "mask-batch-0")
+    wrong = Model.of(BF16_FLASH2).with_ways(
+        frozenset(GRADIENTS), lambda way: replace(way, twists=(first,))
+    )
+    trial = TRIALS[name]
+    ways, seen = (wrong.forward, wrong.gradients[0]), Emulator({})
+    made = seen.tensors(trial, ways[0], None) | seen.tensors(trial, *ways)
+    result = Result(**{n: x if n == "lse" else x.to(torch.bfloat16) for n, x in made.items()})
+    found, _ = named(Emulator({trial: result}), wrong, BF16_FLASH2)
+    assert [n.cause.key for n in found] == [cause]

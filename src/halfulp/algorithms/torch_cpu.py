@@ -178,9 +178,9 @@ def _forward_scores(problem: Problem, rows: slice, cols: slice, gemm: _Gemm) -> 
 
 
 def _mask_tile(problem: Problem, rows: slice, cols: slice) -> Tensor:
-    mask = problem.sees.mask
-    assert mask is not None
-    return mask.expand(problem.call.scores_shape)[:, :, rows, cols].float()
+    added = problem.sees.added
+    assert added is not None
+    return added.expand(problem.call.scores_shape)[:, :, rows, cols].float()
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def rounding_bounds(x: Inputs, truth: Result) -> dict[str, Tensor]:
     again = 2 * u + _gamma(groups * max(n, terms) + 4, t)
     off.add_(off + p * ds, alpha=again).mul_(x.scale)
     most_of = (off @ k.abs(), off.mT @ q.abs(), wrong.add_(wrong + p, alpha=again).mT @ both)
-    common = min(1.0, _gamma(max(n, terms), t) / u)  # of a bound that is made of the format's u
+    # γ of the largest in a column, whose bound is `same` of it or more
+    common = min(1.0, _gamma(max(n, terms), t) / same)
     for name, most in zip(GRADIENTS, most_of, strict=True):
         most.add_(most.amax(-2, keepdim=True), alpha=common)
         shared = name != "grad_query" and groups > 1

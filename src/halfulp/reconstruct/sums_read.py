@@ -69,7 +69,8 @@ def _coded_together(run: Run, trial: Trial, tensor: str) -> bool:
     larger, as where numbers share a scale of their codes: nothing that comes after a sum sees it.
     """
     call = trial.call
-    if call.softcap or min(call.query.shape[3], trial.grad_out.shape[2]) < 2:
+    fewest = min(call.query.shape[3], call.key.shape[2], call.query.shape[2])
+    if call.softcap or fewest < 2:
         return False
     near = torch.zeros_like(call.query[:, :, :2])
     near[:, :, 0, 0] = near[:, :, 1, 1] = APART / math.sqrt(abs(call.scale) or 1.0)
@@ -77,8 +78,6 @@ def _coded_together(run: Run, trial: Trial, tensor: str) -> bool:
     found = []
     for times in (1, LARGER):
         value, do = call.value[:, :, :2].clone(), trial.grad_out[:, :, :2].clone()
-        if value.shape[2] < 2:
-            return False
         value[:, :, 1] *= times if tensor == "out" else 1
         do[:, :, 1] *= times if tensor != "out" else 1
         do[:, torch.arange(do.shape[1]) % call.groups > 0] = 0

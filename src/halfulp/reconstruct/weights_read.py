@@ -127,10 +127,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 rest = exact[possible & ~marked]
                 less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
                 cause = "weights" if less else cause or "key-tail"
-            lost_keys = of == "pairs of keys" and cause in ("key-tail", "split-merge")
-            if (lost_keys or cause == "key-tail") and (
-                instead := in_their_place(read, exact, marked)
-            ):
+            by_key = cause in ("key-tail", "split-merge")
+            if by_key and (instead := in_their_place(read, exact, marked)):
                 return Read(f"{pattern} {told}: {instead}", "other-data")
             if cause == "tiles-skipped" and _by_heads(marked, possible):
                 cause = "split-merge"  # a part that is lost, whatever it weighs
