@@ -59,6 +59,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 _MOST_SCORES, _MOST_OPERANDS = 260_000, 700_000
+_PADDED = 2  # sequences, of which all queries share a row of the mask
 
 
 _NAMED = ("sees", "asks", "scores", "memory", "grad_memory", "calls")
@@ -161,7 +162,12 @@ def draw_of(levels: Mapping[str, str]) -> Draw:
 
 
 def _masked(shape: Shape, g: torch.Generator) -> Tensor:
-    """Seven keys in ten, none in three tiles in ten; each row sees one at least."""
+    """Seven keys in ten, none in three tiles in ten; each row sees one at least. Of two sequences
+    one row for all of their queries, as padding is told.
+    """
+    if shape.batch == _PADDED:
+        keep = torch.rand(shape.batch, 1, 1, shape.n_key, generator=g) > 0.3
+        return keep | (torch.arange(shape.n_key) == shape.n_key // 2)
     rows, cols = torch.arange(shape.n_query)[:, None], torch.arange(shape.n_key)[None]
     keep = torch.rand(shape.batch, 1, shape.n_query, shape.n_key, generator=g) > 0.3
     tiles = torch.rand(shape.n_query // 32 + 1, shape.n_key // 32 + 1, generator=g) > 0.3
@@ -169,11 +175,12 @@ def _masked(shape: Shape, g: torch.Generator) -> Tensor:
 
 
 def _biased(shape: Shape, g: torch.Generator) -> Tensor:
-    """Of each head its own, or of each sequence where keys are odd in number; in numbers that every
-    format holds: kernels may keep it in theirs.
+    """Of each head its own, or of each sequence where keys are odd in number, or where these are
+    two one row for all queries; in numbers that every format holds: kernels may keep it in theirs.
     """
-    of = (shape.batch, 1) if shape.n_key % 2 else (1, shape.heads)
-    x = torch.randn(*of, shape.n_query, shape.n_key, generator=g)
+    of = (shape.batch, 1) if shape.n_key % 2 or shape.batch == _PADDED else (1, shape.heads)
+    rows = 1 if shape.batch == _PADDED else shape.n_query
+    x = torch.randn(*of, rows, shape.n_key, generator=g)
     return (x * 16).round().clamp(-64, 64) / 8
 
 
