@@ -191,6 +191,14 @@ def _padded_keys(rows: int, g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=mask.contiguous())}
 
 
+def _hidden_peaks(g: torch.Generator) -> dict[str, Any]:
+    """What a mask hides scores 200 above what it shows, which no weight may come near."""
+    x = _operands(g, (1, 2, 2), (70, 70), (64, 64))
+    seen = torch.rand(70, generator=g) > 0.3
+    x["query"][..., 0], x["key"][..., 0] = 8.0, torch.where(seen, -100.0, 100.0)
+    return x | {"sees": Sees(mask=seen.expand(1, 1, 70, 70).contiguous())}
+
+
 def _decode_masked(g: torch.Generator) -> dict[str, Any]:
     """Few queries under a boolean mask, which is another in each sequence."""
     x = _operands(g, (2, 2, 2), (5, 90), (32, 32))
@@ -250,6 +258,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
                        _given((2, 4, 2), 70, additive=True)),
     "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", partial(_padded_keys, 70)),
     "padded_rows": ("the same, by a mask of one row for all queries", partial(_padded_keys, 1)),
+    "hidden_peaks": ("what a mask hides scores 200 above the rest", _hidden_peaks),
     "biased_cross": ("66 queries, 90 keys, an additive mask for each head", _biased_cross),
     "other_widths": ("D = 80, of values 48", _of((1, 3, 3), (66, 130), (80, 48))),
     "wide_ragged": ("causal, 150 tokens, D = 96",

@@ -272,7 +272,9 @@ def _told(
         if read.cause and not summed:
             stands = _stands(special, read, trial, tensor, gross=gross)
             return "; ".join(parts), cause if option and stands else read.cause, False, True
-        cause = cause if option else read.cause or cause
+        # a rounded sum is no matter of an option; sizes are where kernels take another one
+        sized = special in _ON_SIZES and not gross
+        cause = cause if option and not sized else read.cause or cause
     place, key = _where(emulator, model, tensor, worst)
     if place is not None:
         parts.append(place.text.removeprefix(" in "))

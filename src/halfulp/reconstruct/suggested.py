@@ -221,6 +221,8 @@ def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
     text, cause = f"{broken[trial, tensor]} elements are not finite", "non-finite"
     if tensor in GRADIENTS and float(lse[lse.isfinite()].abs().max()) > _EXP_RANGE:
         text, cause = f"{text}, where exp(−lse) is beyond float32", "exp-of-lse"
+    elif tensor not in GRADIENTS and _hides_peaks(emulator.trials[trial], lse):
+        text += ", where what is hidden scores far above what is seen: is it taken out after exp?"
     elif tensor not in GRADIENTS and float(scores[scores.isfinite()].abs().max()) > _EXP_RANGE:
         text += ", where exp of a score is beyond float32: is the row maximum subtracted?"
     elif tensor == "out" and _of_one_pair(emulator.run, emulator.trials[trial]):
@@ -228,6 +230,14 @@ def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
     elif bool(lse.isinf().any()):
         text, cause = f"{text}, in calls with rows that see nothing", "masked-row"
     return tensor, trial, text, cause
+
+
+def _hides_peaks(trial: Trial, lse: Tensor) -> bool:
+    """Whether what a mask hides scores so far above what is seen that its exp is no float32."""
+    if trial.call.sees.mask is None or trial.call.sees.added is not None:
+        return False
+    every = scores_of(replace(trial.call, sees=Sees())).amax(-1)
+    return bool(((every - lse)[lse.isfinite()] > _EXP_RANGE).any())
 
 
 def _of_one_pair(run: Run, trial: Trial) -> bool:

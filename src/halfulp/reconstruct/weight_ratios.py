@@ -68,9 +68,7 @@ def compared_ratios(
     """What the ratio of read and exact weights is a function of; `sums` are how many times those
     of the exact ones the rows' sums are.
     """
-    call = trial.call
-    noise = NOISE[call.query.dtype]
-    size = rms(log, weight)
+    call, noise, size = trial.call, NOISE[trial.call.query.dtype], rms(log, weight)
     rows = log.sum(-1, keepdim=True) / weight.sum(-1, keepdim=True).clamp_min(1)
     rest = centered(log, weight)
     common, spread = rms(rows.expand_as(log), weight), rms(rest, weight)
@@ -79,10 +77,11 @@ def compared_ratios(
 
     def alike() -> Read:
         little = common < 8 * noise
-        if not little and (bits := cut_to(log[clear])):
-            if spread < common / 4 and not backward:  # of each weight it would be another number
-                return Read(f"each row has a factor that is cut to {bits} bits of mantissa, as the"
-                            " reciprocal of its sum", "reciprocal")  # fmt: skip
+        by_row = spread < common / 4  # of each weight it would be another number
+        if not little and (bits := cut_to(log[clear])) > by_row:  # no format has 1 bit alone
+            if by_row and not backward:
+                what = "each row's factor, as the reciprocal of its sum, is"
+                return Read(f"{what} cut to {bits} bits of mantissa", "reciprocal")
             return Read(f"the weights are cut to {bits} bits of mantissa", "weights")
         if not (little or backward) and hidden_counted(call, rows.squeeze(-1), told):
             return Read("each row's sum has the pairs as well that are hidden", hides(call))
