@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, Emulator
+from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.naming import PROVEN, Named
 from halfulp.reconstruct.places import IN_GRADIENTS, OF_CALLS
 from halfulp.reconstruct.regions import Region
@@ -26,13 +27,15 @@ _PAIRED, _BATCH = "heads-", "heads-batch"
 
 def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     """What is gross in calls with an option alone is a matter of the option; so are rows that are
-    0 and have no gradient, as those are that see nothing.
+    0 and have no gradient, as those are that see nothing, or that are 0 as their first keys are
+    hidden.
     """
     pairs = any(t.startswith(_PAIRED) and not t.startswith(_BATCH) for t in cause.twists)
     if pairs and region.cause == "key-heads":  # right where each head has its own
         return replace(cause, cause=CAUSES["key-heads"], text=f"{cause.text}, {region.text}")
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
-    hide = _HIDE | {"unwritten"} if _see_nothing(emulator, cause) else _HIDE
+    silent = _see_nothing(emulator, cause) or _begin_late(emulator, cause)
+    hide = _HIDE | {"unwritten"} if silent else _HIDE
     hides = {cause.cause.key, region.cause} <= hide
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
         return cause
@@ -57,3 +60,17 @@ def _see_nothing(emulator: Emulator, cause: Named) -> bool:
         return False
     zero = (out.value == 0).all(-1) & (out.exact != 0).any(-1)
     return bool((grad.exact[zero] != 0).any()) and bool((grad.value[zero] == 0).all())
+
+
+def _begin_late(emulator: Emulator, cause: Named) -> bool:
+    """Whether rows of O that are 0, on the call that shows a cause, are those whose first keys are
+    hidden, so many and more: where a tile is skipped, none after it is read.
+    """
+    out = emulator.observed.get((cause.trial, "out"))
+    if out is None:
+        return False
+    seen = scores_of(emulator.trials[cause.trial].call).isfinite()
+    zero, sees = (out.value == 0).all(-1), seen.any(-1)
+    first = seen.int().argmax(-1)  # the first key that a row sees
+    late, early = first[zero & sees], first[~zero & sees]
+    return bool(len(late)) and bool(len(early)) and int(late.min()) > int(early.max())

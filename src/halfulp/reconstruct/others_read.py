@@ -20,7 +20,8 @@ from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.ranges import ranges
 
-HALF = 0.5  # of an error, that what others' data changes, or others' rows hold, must be, and
+HALF = 0.5  # of an error, that others' rows must hold
+PART = 0.25  # the same of what others' data changes: beside own keys there are more of theirs, and
 SHARED = 0.1  # of a result
 ALIKE = 0.98  # the cosine of a row or a feature with the one that it is
 
@@ -98,6 +99,23 @@ def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[st
     )
     told = f"rows {ranges(rows)} are {ranges(at)} of {whose}"
     return (told, "other-data") if len(rows) else ("", "")
+
+
+def of_empty_rows(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
+    """Whether what is wrong with O is what rows hold that see nothing, and these hold what is of no
+    V: they are not written, and have what lay in their memory; in words, with the cause.
+    """
+    if tensor != "out":
+        return "", ""
+    empty = scores_of(trial.call).isneginf().all(-1)[..., None] & observed.usable
+    error = (observed.value - observed.exact).square()
+    if float(error[empty].sum()) <= (1 - SHARED) * float(error[observed.usable].sum()):
+        return "", ""
+    turned = replace(trial.call, value=-trial.call.value)
+    result = run(replace(trial, name=f"{trial.name}/V turned", call=turned))
+    if result is None or not torch.equal(result.out.double()[empty], observed.value[empty]):
+        return "", ""
+    return "rows that see nothing hold what is of no V: they are not written", "unwritten"
 
 
 def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
@@ -204,7 +222,7 @@ def _of_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Other
         error, size = (float(torch.where(observed.usable & where, x, 0.0).square().sum()) for x in (
             observed.value - observed.exact, observed.exact))  # fmt: skip
         # a scale of codes that all heads share moves what is rounded, and no more
-        if float(moved.sum()) > max(HALF * error, SHARED**2 * size, 4 * observed.floor):
+        if float(moved.sum()) > max(PART * error, SHARED**2 * size, 4 * observed.floor):
             again = None
             if theirs is not None:
                 again = _moved(run, _negated(trial, keys=theirs), tensor, observed, where)

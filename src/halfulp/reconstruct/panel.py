@@ -148,6 +148,14 @@ def _strided_operands(g: torch.Generator) -> dict[str, Any]:
     return x | {"grad_out": x["grad_out"].contiguous()}
 
 
+def _zeros(g: torch.Generator) -> dict[str, Any]:
+    """The last sequence is shorter, and zeros behind its end, as padding is."""
+    x = _operands(g, (2, 2, 2), (192, 192), (32, 32))
+    for operand in ("query", "key", "value"):
+        x[operand][1, :, 40:] = 0.0
+    return x
+
+
 def _of(
     heads: tuple[int, int, int], lengths: tuple[int, int], widths: tuple[int, int], **options: Any
 ) -> Draw:
@@ -199,10 +207,12 @@ def _hidden_peaks(g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=seen.expand(1, 1, 70, 70).contiguous())}
 
 
-def _decode_masked(g: torch.Generator) -> dict[str, Any]:
-    """Few queries under a boolean mask, which is another in each sequence."""
-    x = _operands(g, (2, 2, 2), (5, 90), (32, 32))
-    return x | {"sees": Sees(mask=torch.rand(2, 1, 5, 90, generator=g) > 0.4)}
+def _decode_masked(
+    heads: tuple[int, int, int], n: int, each: bool, g: torch.Generator
+) -> dict[str, Any]:
+    """Few queries under a boolean mask, another in each sequence and, or not, of each head."""
+    x, of = _operands(g, heads, (n, 90), (32, 32)), heads[1] if each else 1
+    return x | {"sees": Sees(mask=torch.rand(heads[0], of, n, 90, generator=g) > 0.4)}
 
 
 _CAUSAL = Sees(causal=True)
@@ -264,7 +274,14 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "wide_ragged": ("causal, 150 tokens, D = 96",
                     _of((1, 2, 2), (150, 150), (96, 96), sees=_CAUSAL)),
     "one_query": ("1 query, 200 keys, 4 heads on 2", _of((3, 4, 2), (1, 200), (64, 64))),
-    "decode_masked": ("5 queries, 90 keys, a mask for each sequence", _decode_masked),
+    "decode_masked": ("5 queries, 90 keys, a mask for each sequence",
+                      partial(_decode_masked, (2, 2, 2), 5, False)),
+    "one_query_masked": ("1 query, 3 heads on 1, a mask for each sequence",
+                         partial(_decode_masked, (3, 3, 1), 1, False)),
+    "as_many_heads": ("6 queries in each of 6 heads, a mask for each",
+                      partial(_decode_masked, (2, 6, 6), 6, True)),
+    "sequences_causal": ("causal, 3 sequences", _of((3, 2, 2), (48, 48), (32, 32), sees=_CAUSAL)),
+    "padded_with_zeros": ("2 sequences, zeros after 40 tokens of the last", _zeros),
     "decode_capped": ("4 queries, 100 keys, scores capped at 2",
                       _of((2, 2, 2), (4, 100), (32, 32), softcap=2.0)),
     "decode_sinks": ("2 queries, 100 keys, a sink for each head",

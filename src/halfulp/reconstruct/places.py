@@ -19,6 +19,7 @@ from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import (
+    of_empty_rows,
     of_memory,
     of_no_grad_out,
     of_other_operands,
@@ -30,6 +31,7 @@ from halfulp.reconstruct.silent_read import silent_rows
 from halfulp.reconstruct.suggested import exchanged, not_finite
 from halfulp.reconstruct.unlike import OFF, Unlike, place_of
 from halfulp.reconstruct.weight_ratios import COARSEST, Read
+from halfulp.reconstruct.weights_read import leaves_out
 
 FAR = 20.0  # times the model's error: no rounding
 MINOR = 2.0  # times it: what is gross elsewhere is said first
@@ -247,6 +249,9 @@ def _told(
             own = result_read(emulator, model, trial, tensor, in_values)
             if own is not None and own.cause in _OTHERS:  # which has all others do
                 return f"{own.text}: {others.text}", _OTHERS[own.cause], False, True
+        if others and (others.told, tensor) == ("rows", "out") and leaves_out(emulator.run, trial):
+            told = f"{others.text}: they tell which pairs get no weight"
+            return told, "tiles-skipped", False, True
         if others:
             paired = others.told == "heads" and not others.beside and _paired(
                 emulator, model, trial, tensor, bad or frozenset({worst}))  # fmt: skip
@@ -317,6 +322,7 @@ def _by_numbers(
     observed = emulator.observed[trial.name, tensor]
     yield _silent(emulator, trial, tensor, gross=gross)
     if gross:
+        yield of_empty_rows(emulator.run, trial, tensor, observed)
         yield of_no_grad_out(emulator.run, trial, tensor, observed)
         yield of_memory(emulator.run, trial, tensor, observed)
         yield members_counted(trial, tensor, observed)

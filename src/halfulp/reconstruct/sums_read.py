@@ -22,6 +22,8 @@ DIVIDED = 2.0**-4  # of O: from there on it is no matter of a coarse reciprocal
 SHARED = 1, 3, 5, 11  # keys that share a row's weight, of which one has a value
 ALONG = 0.7  # the cosine of what its value is off by in the first and in the others
 APART = 16.0  # the root of a score beside which others weigh nothing
+CODES = 256  # magnitudes that codes of 8 bits have by two scales
+SEVERAL = 8  # times as many elements
 LARGER = 8  # times, that a term which weighs nothing is
 PAIRED = 3  # times as large an error where values nearly cancel: it was made before the sum
 
@@ -158,6 +160,28 @@ def value_rows(run: Run, trial: Trial) -> tuple[str, str]:
             return f"{told} {least:.3g} to {most:.3g} times, by the head", "value-factor"
         return f"{told} as other numbers, where all weights are alike", "other-data"
     return "where all weights are alike, V enters O as it should", ""
+
+
+def normalized(run: Run, trial: Trial) -> bool:
+    """Whether O stays what it is where V is larger, as where V's rows are normalized."""
+    found = []
+    for times in (1, LARGER):
+        asked = replace(trial.call, value=trial.call.value * times)
+        result = run(replace(trial, name=f"{trial.name}/V {times} times", call=asked))
+        if result is None:
+            return False
+        found.append(result.out.double().nan_to_num(0.0, 0.0, 0.0))
+    one, other = found
+    return bool(one.any()) and float((other - one).norm()) < DIVIDED * float(one.norm())
+
+
+def few_values(x: Tensor) -> int:
+    """How many numbers a result takes, their signs apart, where these are few beside its elements,
+    as codes of 8 bits are; else 0.
+    """
+    some = x[x.isfinite()].abs()
+    values = len(torch.unique(some))
+    return values if some.numel() > SEVERAL * CODES and 1 < values <= CODES else 0
 
 
 def value_error(run: Run, trial: Trial) -> float:

@@ -133,7 +133,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             if cause == "tiles-skipped" and _by_heads(marked, possible):
                 cause = "split-merge"  # a part that is lost, whatever it weighs
             if marked is extra and not bool((exact[marked.any(-1)] != 0).any()):
-                cause = "masked-row"  # which sees nothing at all
+                # which sees nothing at all; those that see some of the keys are shown these
+                cause = hides(call) if _of_some(extra) else "masked-row"
             elif marked is extra and (theirs := others_weigh(read, exact, extra)):
                 told, cause = f"{told}, {theirs}", "other-data"
             elif marked is extra and (own := hides(call)):
@@ -148,6 +149,24 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
     ratios = compared_ratios(trial, *logarithms(read, exact), backward, sums)
     return replace(ratios, cause=in_backward(ratios.cause)) if backward else ratios
+
+
+def leaves_out(run: Run, trial: Trial) -> bool:
+    """Whether O has no weight, here and there in most rows, for pairs that should have one."""
+    read = forward_weights(run, trial)
+    if read is None:
+        return False
+    exact = weights_of(trial.call, scores_of(trial.call))
+    lost = (read == 0) & (exact > VISIBLE)
+    some = lost.any(-1) & (read != 0).any(-1)
+    return bool(some.double().mean() > 0.5)
+
+
+def _of_some(extra: Tensor) -> bool:
+    """Whether rows that have weight have it on keys here and there."""
+    rows = extra[extra.any(-1)]
+    until = rows.flip(-1).cummax(-1).values.flip(-1)  # up to the last that has some
+    return bool((rows.sum(-1) < until.sum(-1) / 2).all())
 
 
 def _over_queries(read: Tensor, exact: Tensor) -> bool:
@@ -265,6 +284,8 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
             if cause == "key-tail" and _by_turns(values):
                 cause = "split-merge"  # parts that take keys by turns, and do not come together
             if name.endswith("query") and not masked and int((values.diff() > 1).sum()) > 1:
+                if apart := _apart(coordinate, values, possible):
+                    return _Pattern(f"pairs whose distance is no multiple of {apart}", "layout")
                 cause = "dropout"  # nothing was asked that hides some distances among others
             # beyond a distance, and not at the diagonal
             far = bool(((values < -1) | (values > 1)).all()) and int(values[0]) == int(
@@ -301,6 +322,15 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
         return _Pattern(f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout")
     told = f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},"
     return _Pattern(told, masked)
+
+
+def _apart(distance: Tensor, marked: Tensor, possible: Tensor) -> int:
+    """The number of which all distances are multiples that are not marked, as where tokens next to
+    each other are heads; else 0.
+    """
+    rest = torch.unique(distance[possible & ~torch.isin(distance, marked)])
+    every = math.gcd(*(int(x) for x in rest)) if len(rest) > TURNS else 0
+    return every if every > 1 else 0
 
 
 def _by_turns(numbers: Tensor) -> bool:
