@@ -21,6 +21,8 @@ no size is why a sum is not rescaled."""
 _HIDE = {"causal-mask", "window", "mask"}
 _OF_SOME_KEYS = ("unnormalized-first", "unnormalized-last")
 """How keys of twists begin that divide by the row sum of some keys alone."""
+_LOST = "scale-gone", "slip-Slip(stage='product', mistake='gone'"
+"""The same of scores that are as good as 0, or left out."""
 _PAIRED, _BATCH = "heads-", "heads-batch"
 """The same of those that pair query heads with other key heads, and of other sequences."""
 
@@ -39,7 +41,13 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     hides = {cause.cause.key, region.cause} <= hide
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
         return cause
-    if cause.explained >= PROVEN and cause.cause.key in _FORMULAS.get(region.cause, ()):
+    # scores that are lost are so beside the number that hides what they have been taken for
+    lost = any(t.startswith(_LOST) for t in cause.twists) and region.cause in _HIDE
+    if (
+        not lost
+        and cause.explained >= PROVEN
+        and cause.cause.key in _FORMULAS.get(region.cause, ())
+    ):
         return replace(cause, text=f"{cause.text}, {region.text}")
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
     key = region.cause

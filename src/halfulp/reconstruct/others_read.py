@@ -20,8 +20,8 @@ from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.ranges import ranges
 
-HALF = 0.5  # of an error, that others' rows must hold
-PART = 0.25  # the same of what others' data changes: beside own keys there are more of theirs, and
+HALF = 0.5  # of an error, that what others' data changes, or others' rows hold, must be,
+PART = 0.25  # of it, where one's own changes as much, and
 SHARED = 0.1  # of a result
 ALIKE = 0.98  # the cosine of a row or a feature with the one that it is
 
@@ -226,7 +226,9 @@ def _of_others(run: Run, trial: Trial, tensor: str, observed: Observed) -> Other
             again = None
             if theirs is not None:
                 again = _moved(run, _negated(trial, keys=theirs), tensor, observed, where)
-            return Others(told, again is not None and _of_own(moved, again))
+            beside = again is not None and _of_own(moved, again)
+            if beside or float(moved.sum()) > HALF * error:
+                return Others(told, beside)
     return None
 
 

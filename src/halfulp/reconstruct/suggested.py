@@ -29,6 +29,7 @@ ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 ALONE = 0.8  # share that a factor of one trial's own must explain there
 SURER = 1.1  # times the share that one of all heads explains: each head has its own
 LEAN = 3e-4  # a smaller factor is none
+GONE = 1e-3  # a factor of scores that leaves nothing of them
 STEPS, CONVERGED = 16, 1e-5  # of Newton's method, each half of the factor at most
 ONE_KIND = 0.5  # of what scales differ by in calls of two kinds, that they may in those of one
 ROOT = 0.02  # of a number: what a scale that was fitted may be off by
@@ -67,7 +68,8 @@ def fitted_scales(trial: Trial, out: Observed) -> list[Twist]:
 
     told = f"is {factor:.4g} × what was asked for"
     exponent = f"S − m is multiplied by {factor:.4g} before the exponential"
-    return [Twist(f"scale-{factor:.4g}", f"the scale {told}", "scale", turn),
+    name = f"{factor:.4g}" if abs(factor) > GONE else "gone"
+    return [Twist(f"scale-{name}", f"the scale {told}", "scale", turn),
             Twist(f"exponent-{factor:.4g}", exponent, "exponential", powered, back)]  # fmt: skip
 
 
