@@ -45,7 +45,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
            "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
            "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
            "attention.thirtyseventh", "attention.thirtyeighth",
-           "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst")  # fmt: skip
+           "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst",
+           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -64,7 +65,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
            "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
            "attention.thirtyseventh", "attention.thirtyeighth",
-           "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst")  # fmt: skip
+           "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst",
+           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
