@@ -23,7 +23,7 @@ MAX_FUNCTION_LINES = 72
 # From the bottom up: a layer may import the rows above its own in this table and nothing in its own
 # row but itself.
 ORDER = [
-    {"native", "runs", "chances", "complaints"},
+    {"native", "runs", "chances", "complaints", "covering"},
     {"formats"},
     {"recipes", "calls"},
     {"algorithms"},

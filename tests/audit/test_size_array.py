@@ -11,11 +11,11 @@ import torch
 from benchmarks import size_faults
 
 from halfulp.audit import Case, Shape, size_array, verdict
-from halfulp.audit.covering import covering_array
 from halfulp.audit.planning import plan
 from halfulp.audit.references import references
 from halfulp.audit.run import runner
 from halfulp.audit.verdict import judge_case
+from halfulp.covering import covering_array
 from halfulp.targets import Target, resolve, run_target
 from halfulp.targets.manner import CALLS, GRAD_MEMORY, MEMORY
 

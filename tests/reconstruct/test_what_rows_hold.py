@@ -14,7 +14,7 @@ from halfulp.reconstruct import reconstruct
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
-from halfulp.reconstruct.others_read import of_empty_rows, reads_others
+from halfulp.reconstruct.others_read import of_no_value, reads_others
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.result_read import result_read
 from halfulp.reconstruct.suggested import not_finite
@@ -49,10 +49,10 @@ def test_rows_that_see_nothing_are_not_written_where_they_hold_no_v(held, cause)
         return replace(made, out=torch.where(empty, held(asked.call), made.out))
 
     observed = Observed.of(run(trial).out, right(trial).out)
-    assert of_empty_rows(run, trial, "out", observed)[1] == cause
+    assert of_no_value(run, trial, "out", observed)[1] == cause
     # what is wrong elsewhere as well is no matter of these rows
     other = replace(observed, value=observed.value + 0.1)
-    assert of_empty_rows(run, trial, "out", other) == ("", "")
+    assert of_no_value(run, trial, "out", other) == ("", "")
 
 
 @pytest.mark.parametrize(("every", "cause"), [(True, "masked-row"), (False, "mask")])

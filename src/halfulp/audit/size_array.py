@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from halfulp.audit import draws
-from halfulp.audit.covering import covering_array
 from halfulp.audit.draws import Draw, Shape
+from halfulp.covering import covering_array
 from halfulp.targets.form import BHND, Form
 from halfulp.targets.manner import CALLS, GRAD_MEMORY, MEMORY
 

@@ -101,21 +101,24 @@ def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[st
     return (told, "other-data") if len(rows) else ("", "")
 
 
-def of_empty_rows(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
-    """Whether what is wrong with O is what rows hold that see nothing, and these hold what is of no
-    V: they are not written, and have what lay in their memory; in words, with the cause.
+def of_no_value(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
+    """Whether rows of O that hold its error stay what they are where V changes its sign: they are
+    not written, and have what lay in their memory; in words, with the cause.
     """
     if tensor != "out":
         return "", ""
-    empty = scores_of(trial.call).isneginf().all(-1)[..., None] & observed.usable
-    error = (observed.value - observed.exact).square()
-    if float(error[empty].sum()) <= (1 - SHARED) * float(error[observed.usable].sum()):
-        return "", ""
     turned = replace(trial.call, value=-trial.call.value)
     result = run(replace(trial, name=f"{trial.name}/V turned", call=turned))
-    if result is None or not torch.equal(result.out.double()[empty], observed.value[empty]):
+    if result is None:
         return "", ""
-    return "rows that see nothing hold what is of no V: they are not written", "unwritten"
+    same = (result.out.double() == observed.value).all(-1, keepdim=True)
+    same = same & (observed.value != 0).any(-1, keepdim=True) & observed.usable
+    error = (observed.value - observed.exact).square()
+    if float(error[same].sum()) <= (1 - SHARED) * float(error[observed.usable].sum()):
+        return "", ""
+    empty = scores_of(trial.call).isneginf().all(-1)[..., None].expand_as(same)
+    whose = "rows that see nothing hold" if bool(empty[same].all()) else "O holds"
+    return f"{whose} what is of no V: it is not written", "unwritten"
 
 
 def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:

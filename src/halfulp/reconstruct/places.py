@@ -19,9 +19,9 @@ from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import (
-    of_empty_rows,
     of_memory,
     of_no_grad_out,
+    of_no_value,
     of_other_operands,
     reads_others,
 )
@@ -322,7 +322,7 @@ def _by_numbers(
     observed = emulator.observed[trial.name, tensor]
     yield _silent(emulator, trial, tensor, gross=gross)
     if gross:
-        yield of_empty_rows(emulator.run, trial, tensor, observed)
+        yield of_no_value(emulator.run, trial, tensor, observed)
         yield of_no_grad_out(emulator.run, trial, tensor, observed)
         yield of_memory(emulator.run, trial, tensor, observed)
         yield members_counted(trial, tensor, observed)

@@ -20,6 +20,7 @@ from halfulp.operations import DTYPES
 from halfulp.recipes.kernels import recipe_of
 from halfulp.reconstruct import space
 from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.drawn_calls import drawn
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model, Twist
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED, Cosine, Fit
 from halfulp.reconstruct.first_said import called_twice, first_said
@@ -34,7 +35,7 @@ from halfulp.reconstruct.naming import (
 )
 from halfulp.reconstruct.order_read import Order, key_order, query_order
 from halfulp.reconstruct.panel import Run, Trial, panel, some_heads
-from halfulp.reconstruct.places import Place, unexplained
+from halfulp.reconstruct.places import FAR, Place, unexplained
 from halfulp.reconstruct.regions import Region, calls_of, region_of, restricted, rows_of
 from halfulp.reconstruct.slips import Tiles, of_others, of_rows
 from halfulp.reconstruct.stages import Stages
@@ -129,7 +130,8 @@ def of_kernel(
     rarer: bool = True,
 ) -> Reconstruction | None:
     """The same of a kernel that `run` calls, with trials of the caller's own beside the panel; with
-    `rarer`, where these show nothing, on rarer calls as well. None where it gives nothing.
+    `rarer`, where these show nothing, on rarer calls as well, and then on drawn ones. None where it
+    gives nothing.
     """
     began = time.perf_counter()
     low = DTYPES[dtype]
@@ -143,16 +145,15 @@ def of_kernel(
     width = over_keys.block if over_keys is not None else None
     blocks = (width,) if width is not None and width > 1 else ()
     tiles = Tiles(_tile(over_queries), _tile(over_keys))
-    emulator = Emulator(observed, run)
-    stages = Stages(emulator, low, effort, blocks, tiles)
-    if rarer and (most := _most(emulator, stages.start)) < MILD:
-        more = panel(low, seed, rarer=True)
-        wider = Emulator(observed | _asked(run, more), run)
-        # what only rarer calls show may stand beside what all have
-        if not _shown(emulator, stages.start) or _most(wider, stages.start) > MILD * most:
-            asked += more
-            emulator = wider
-            stages = Stages(emulator, low, effort, blocks, tiles)
+
+    def searched(observed: dict[Trial, Result]) -> Stages:
+        return Stages(Emulator(observed, run), low, effort, blocks, tiles)
+
+    stages = searched(observed)
+    if rarer:
+        more, stages = _widened(searched, observed, run, low, seed)
+        asked += more
+    emulator = stages.emulator
     whole = asked_all = emulator
     given: tuple[Twist, ...] = ()
     region = region_of(emulator, stages.start)
@@ -162,7 +163,7 @@ def of_kernel(
             whole = emulator = restricted(emulator, region)
         else:
             given = (exchanged,)
-    elif _shown(emulator, stages.start) and (narrow := rows_of(emulator, stages.start)):
+    elif _shown(stages) and (narrow := rows_of(emulator, stages.start)):
         ruled = of_rows(emulator, narrow[1], tiles, stages.start)
         if ruled is None or not _mostly(emulator, stages.start, ruled):
             whole, region = narrow
@@ -179,11 +180,37 @@ def of_kernel(
     model = stages.run()
     if emulator is not whole and not _harms(whole, stages.start, model):
         emulator, region = whole, None  # what explains the calls that are wrong goes for all
-    refused = tuple(t.name for t in asked if t not in observed)
+    refused = tuple(t.name for t in asked if t.name not in asked_all.trials)
     found = _found(name, dtype, emulator, stages, model, refused, bool(moved), began, region)
     found = first_said(found, asked_all, moved)
     orders = {"O over keys": over_keys, "dV over queries": over_queries}
     return replace(found, sums={what: o.text for what, o in orders.items() if o is not None})
+
+
+def _widened(
+    search: Callable[[dict[Trial, Result]], Stages],
+    observed: dict[Trial, Result],
+    run: Run,
+    low: torch.dtype,
+    seed: int,
+) -> tuple[tuple[Trial, ...], Stages]:
+    """Calls beside those that were observed, and a search with what they show: rarer ones where
+    these show little, drawn ones where nothing is shown yet.
+    """
+    asked: tuple[Trial, ...] = ()
+    stages = search(observed)
+    if (most := _most(stages.emulator, stages)) < MILD:
+        more = panel(low, seed, rarer=True)
+        wider = search(with_them := observed | _asked(run, more))
+        # what only rarer calls show may stand beside what all have
+        if not _shown(stages) or _most(wider.emulator, stages) > MILD * most:
+            asked, observed, stages = more, with_them, wider
+    if not _shown(stages):
+        given = _asked(run, drawn(low, seed))
+        # of small calls one may err by a few times another's rounding
+        if _most(Emulator(given, run), stages) > FAR:
+            asked, stages = (*asked, *drawn(low, seed)), search(observed | given)
+    return asked, stages
 
 
 def _asked(run: Run, trials: Sequence[Trial]) -> dict[Trial, Result]:
@@ -191,16 +218,27 @@ def _asked(run: Run, trials: Sequence[Trial]) -> dict[Trial, Result]:
     return {trial: result for trial, result in results if result is not None}
 
 
-def _shown(emulator: Emulator, model: Model) -> bool:
+def _shown(stages: Stages) -> bool:
     """Whether something is wrong on any of the trials."""
-    fits = emulator.fits(model, frozenset(TENSORS)).values()
-    return bool(emulator.nonfinite) or any(f.left > UNEXPLAINED and f.times > HARMFUL for f in fits)
+    fits = _at_the_start(stages.emulator, stages)
+    return bool(stages.emulator.nonfinite) or any(
+        f.left > UNEXPLAINED and f.times > HARMFUL for f in fits
+    )
 
 
-def _most(emulator: Emulator, model: Model) -> float:
+def _most(emulator: Emulator, stages: Stages) -> float:
     """The kernel's error over a model's, where that is largest."""
-    fits = emulator.fits(model, frozenset(TENSORS)).values()
+    fits = _at_the_start(emulator, stages)
     return math.inf if emulator.nonfinite else max((f.times for f in fits), default=1.0)
+
+
+def _at_the_start(emulator: Emulator, stages: Stages) -> list[Fit]:
+    """How the recipe fits that a search starts from, and stock where that has no such calls."""
+    offered, start = frozenset(TENSORS), stages.start
+    stock = emulator.fits(stages.stock, offered)
+    return [fit if emulator.made(emulator.trials[name], start, tensor) is not None
+            else stock[name, tensor]
+            for (name, tensor), fit in emulator.fits(start, offered).items()]  # fmt: skip
 
 
 def _mostly(emulator: Emulator, model: Model, twist: Twist) -> bool:

@@ -33,7 +33,13 @@ from halfulp.reconstruct.sums_read import (
 )
 from halfulp.reconstruct.unlike import Unlike, unlike
 from halfulp.reconstruct.weight_ratios import NOISE, Read
-from halfulp.reconstruct.weights_read import backward_weights, compared, forward_weights, weighed
+from halfulp.reconstruct.weights_read import (
+    backward_weights,
+    compared,
+    forward_weights,
+    over_queries,
+    weighed,
+)
 
 LARGE = 0.25  # of weights: no rounding makes such an error of them
 TWICE = 0.02  # of weights, that those which are counted twice may be off by: roundings make less
@@ -123,7 +129,9 @@ def result_read(
     if divides and of_division(emulator.run, trial):
         return Read(f"{read.text}; of weights that are 1, and as many as a small number, O is off"
                     " as well: it is the division", "reciprocal")  # fmt: skip
-    if not backward and read.cause == "unnormalized" and observed.relative < LARGE and (
+    summed = read.cause == "unnormalized" and observed.relative < LARGE and not over_queries(
+        weights, exact)  # fmt: skip
+    if not backward and summed and (
         terms := from_terms(emulator.run, trial, tensor)):  # fmt: skip
         return Read(f"{read.text}; where all weights are alike O is off too, more so from {terms}"
                     " keys on: sums are rounded as they run", "row-sum")  # fmt: skip

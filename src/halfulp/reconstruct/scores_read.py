@@ -16,6 +16,7 @@ from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, forward_weights, in_backward
 
+OTHER = 0.5  # rms of what log weights are off by: no sum is so coarse
 LARGE = 256.0  # products, at most: scores of 32, whose operand's last bit is 6 % of a weight
 GROWN = 1.6  # times the error where scores are 32 times as large: it is made in them
 RIGHT = 0.9  # of what weights are off by elsewhere: nothing that rounding P makes is right
@@ -55,9 +56,12 @@ def _unit_scores(run: Run, trial: Trial, *, backward: bool) -> Read | None:
         ):
             return Read("weights are right where a score is one product that is not capped, and off"
                         " where it is: it is the cap", "softcap")  # fmt: skip
-        if max(error for _, error, _ in off) < RIGHT * _off_here(run, trial, backward):
-            told = "weights are right where a score is one product, so it is the sum"
-            return Read(told, "products")
+        here = _off_here(run, trial, backward)
+        if max(error for _, error, _ in off) < RIGHT * here:
+            told = "weights are right where a score is one product"
+            if here > OTHER:
+                return Read(f"{told}, and off by more than sums make them here", "other-data")
+            return Read(f"{told}, so it is the sum", "products")
     return None
 
 

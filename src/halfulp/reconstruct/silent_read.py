@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from halfulp.algorithms import golden
 from halfulp.reconstruct.emulating import SHORT, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.moved_read import over_the_end
@@ -76,6 +77,47 @@ def silent(emulator: Emulator) -> list[Twist]:
     return found
 
 
+def left_out(emulator: Emulator) -> list[Twist]:
+    """Keys that nobody sees, where dV is 0 and should not be: chosen by what they hold, so that
+    weights which are read off by other values have others.
+    """
+    gone: dict[str, Tensor] = {}
+    for (name, tensor), observed in emulator.observed.items():
+        added = emulator.trials[name].call.sees.added
+        if tensor == "grad_value" and name != "small" and added is None:
+            zero = _gone(observed)
+            if FEW < float(zero.double().mean()) < MOSTLY:
+                gone[name] = zero
+    if not gone:
+        return []
+
+    def turn(trial: Trial) -> Trial | None:
+        call, keys = trial.call, gone.get(trial.name)
+        if keys is None:
+            return None
+        if call.value is not emulator.trials[trial.name].call.value:  # others of other numbers
+            result = emulator.run(trial)
+            if result is None or result.grad_value is None:
+                return None
+            exact = golden(call, trial.grad_out).grad_value
+            assert exact is not None  # since there is a dO
+            keys = _gone(Observed.of(result.grad_value, exact))
+        seen = ~keys.repeat_interleave(call.groups, 1)[:, :, None]
+        seen = seen if call.sees.mask is None else seen & call.sees.mask
+        shown = seen.expand(*call.query.shape[:3], -1)
+        return replace(trial, call=replace(call, sees=replace(call.sees, mask=shown)))
+
+    told = "; ".join(f"{ranges(keys.flatten(0, 1).any(0).nonzero().flatten())} on {name}"
+                     for name, keys in list(gone.items())[:2])  # fmt: skip
+    return [Twist("left-out", f"keys are left out, others in each head: {told}", "tiles-skipped",
+                  turn)]  # fmt: skip
+
+
+def _gone(observed: Observed) -> Tensor:
+    """Rows that are 0 and should not be, `[B, H, N]`."""
+    return (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
+
+
 def _beyond_the_end(emulator: Emulator, zero: Mapping[tuple[str, str], Tensor]) -> bool:
     """Whether heads that are 0 on the simplest call with such heads are others' among more."""
     heads = {key: gone.flatten(2).all(-1) for key, gone in zero.items()}
@@ -120,7 +162,7 @@ def silent_rows(observed: Observed) -> tuple[str, str]:
         if lost > FEATURES * observed.total:  # the others may hold what these should
             told = ranges(features.nonzero().flatten())
             return f"features {told} of {len(features)} are 0", "unwritten"
-    zero = (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
+    zero = _gone(observed)
     count = int(zero.sum())
     lost = float((observed.exact.square() * zero[..., None]).sum())
     if count == 0 or lost < HALF * observed.total:  # what rounds to 0 is not all that is off

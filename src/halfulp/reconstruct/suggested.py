@@ -21,7 +21,7 @@ from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.limits_read import cut_off
 from halfulp.reconstruct.panel import Run, Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
-from halfulp.reconstruct.silent_read import silent
+from halfulp.reconstruct.silent_read import left_out, silent
 from halfulp.reconstruct.sums_read import of_division
 from halfulp.reconstruct.twists import Tensors
 
@@ -439,7 +439,7 @@ def more_in_sums(outs: Mapping[str, Observed], trials: Mapping[str, Trial]) -> l
 
 def hints(emulator: Emulator) -> tuple[Twist, ...]:
     """Twists that the kernel's own results suggest: few, so that they are tried in every search."""
-    found = silent(emulator)
+    found = [*silent(emulator), *left_out(emulator)]
     outs = {t: o for (t, name), o in emulator.observed.items() if name == "out" and t != "long"}
     for name in sorted(outs, key=lambda t: -outs[t].relative)[:3]:
         found += fitted_scales(emulator.trials[name], outs[name])

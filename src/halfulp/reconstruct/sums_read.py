@@ -163,16 +163,19 @@ def value_rows(run: Run, trial: Trial) -> tuple[str, str]:
 
 
 def normalized(run: Run, trial: Trial) -> bool:
-    """Whether O stays what it is where V is larger, as where V's rows are normalized."""
+    """Whether O stays what it is where V is larger, and turns with it, as where V's rows are
+    normalized.
+    """
     found = []
-    for times in (1, LARGER):
+    for times in (1, LARGER, -1):
         asked = replace(trial.call, value=trial.call.value * times)
         result = run(replace(trial, name=f"{trial.name}/V {times} times", call=asked))
         if result is None:
             return False
         found.append(result.out.double().nan_to_num(0.0, 0.0, 0.0))
-    one, other = found
-    return bool(one.any()) and float((other - one).norm()) < DIVIDED * float(one.norm())
+    one, larger, turned = found
+    off = max(float((larger - one).norm()), float((turned + one).norm()))
+    return bool(one.any()) and off < DIVIDED * float(one.norm())
 
 
 def few_values(x: Tensor) -> int:

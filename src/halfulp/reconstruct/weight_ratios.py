@@ -286,15 +286,13 @@ def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
 
 
 def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
-    """Ratios that are the scores of another Q or K: linear in the operand that is right, in each
-    row or column, on one head.
-    """
-    d = call.query.shape[3]
-    q, k = call.query[0, 0], call.key[0, 0]
+    """Ratios that are the scores of another Q or K, linear in the right one, on one head."""
+    d, q, k = call.query.shape[3], call.query[0, 0], call.key[0, 0]
     for name, ratios, weights, mine, other in (
         ("Q", rest[0, 0], weight[0, 0], q, k),
         ("K", rest[0, 0].mT, weight[0, 0].mT, k, q),
     ):
+        another = f"the scores are those of another {name}"
         many = weights.sum(-1).topk(min(SOME, len(weights))).indices
         y, w = ratios[many], weights[many]
         n = float(w.sum(-1).mean())
@@ -307,21 +305,23 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
         # what as many random numbers would explain does not count
         if float(left.square().sum()) * n / (n - d) < (1 - SHARE) * float((y * w).square().sum()):
             moved, own = fitted[:, :d, 0], call.scale * mine[many].double()
+            some = moved.norm(dim=-1) > OTHER * own.norm(dim=-1)  # the rest may be their own
+            few = bool(moved[some].norm() > SHARE * moved.norm()) and not bool(some.all())
+            of = f", as in rows {ranges(many[some].sort().values)}" if few else ""
+            moved, own = (moved[some], own[some]) if few else (moved, own)
             along = (moved * own).sum(-1).square() / own.square().sum(-1).clamp_min(1e-300)
             size = float(moved.square().sum())
             # no format, and no factor of a row, makes another operand so unlike
             if size > OTHER**2 * float(own.square().sum()):
-                if exchanged := _exchanged_features(moved + own, own):
+                if not few and (exchanged := _exchanged_features(moved + own, own)):
                     return Read(exchanged, "layout")
                 if float(along.sum()) < size / 2:
-                    return Read(
-                        f"the scores are those of another {name}, which is unlike", "other-data"
-                    )
+                    return Read(f"{another}, which is unlike{of}", "other-data")
                 if float(along.sum()) > SHARE * size:
                     factor = 1 + (moved * own).sum(-1) / own.square().sum(-1).clamp_min(1e-300)
                     told = f"{_spread(factor)} × what they should be, by the row of {name}"
                     return Read(f"scores are {told}", "scale")
-            return Read(f"the scores are those of another {name}", "operand")
+            return Read(another, "operand")
     return None
 
 

@@ -101,7 +101,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     lost, extra = (read == 0) & (exact > VISIBLE), (read.abs() > VISIBLE) & (exact == 0)
     gone = lost.any(-1) & (read == 0).all(-1)  # whole rows: never written, or hidden
     every = gone[..., None].expand_as(lost)
-    if _over_queries(read, exact):
+    if over_queries(read, exact):
         return Read("the weights of each key sum to 1 over the queries: the softmax is over the"
                     " other dimension", "unnormalized")  # fmt: skip
     if alike := _all_alike(read, exact):
@@ -169,7 +169,7 @@ def _of_some(extra: Tensor) -> bool:
     return bool((rows.sum(-1) < until.sum(-1) / 2).all())
 
 
-def _over_queries(read: Tensor, exact: Tensor) -> bool:
+def over_queries(read: Tensor, exact: Tensor) -> bool:
     """Whether columns sum to 1 and rows do not."""
     rows, columns = ((x.sum(dim) - 1).abs().mean() for x, dim in ((read, -1), (read, -2)))
     whole = float((exact.sum(-1) - 1).abs().max()) < 0.01  # of rows that see something, no sinks
