@@ -9,7 +9,7 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 44), ("operations", 14))
+    for of, last in (("attention", 47), ("operations", 14))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth",
                  "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth",
@@ -18,7 +18,8 @@ SETS = tuple(
                  "twentyeighth", "twentyninth", "thirtieth", "thirtyfirst", "thirtysecond",
                  "thirtythird", "thirtyfourth", "thirtyfifth", "thirtysixth",
                  "thirtyseventh", "thirtyeighth", "thirtyninth", "fortieth", "fortyfirst",
-                 "fortysecond", "fortythird", "fortyfourth")[:last]
+                 "fortysecond", "fortythird", "fortyfourth", "fortyfifth", "fortysixth",
+                 "fortyseventh")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 

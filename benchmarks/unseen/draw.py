@@ -46,7 +46,8 @@ LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.
            "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
            "attention.thirtyseventh", "attention.thirtyeighth",
            "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst",
-           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth")  # fmt: skip
+           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth",
+           "attention.fortyfifth", "attention.fortysixth", "attention.fortyseventh")  # fmt: skip
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
@@ -66,7 +67,8 @@ UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.
            "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
            "attention.thirtyseventh", "attention.thirtyeighth",
            "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst",
-           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth")  # fmt: skip
+           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth",
+           "attention.fortyfifth", "attention.fortysixth", "attention.fortyseventh")  # fmt: skip
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
