@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from halfulp.calls import EVERYTHING, Result, Sees
-from halfulp.formats import OCP_E4M3, round_to
-from halfulp.recipes import BF16_FLASH2
+from halfulp.formats import BF16, OCP_E4M3, round_to
+from halfulp.recipes import BF16_FLASH2, FP16_FLASH2
 from halfulp.reconstruct import reconstruct
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
@@ -53,6 +53,41 @@ def test_rows_that_see_nothing_are_not_written_where_they_hold_no_v(held, cause)
     # what is wrong elsewhere as well is no matter of these rows
     other = replace(observed, value=observed.value + 0.1)
     assert of_no_value(run, trial, "out", other) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("held", "cause"),
+    [
+        (lambda call: torch.ones_like(call.query), "unwritten"),
+        # keys in the place of values: what is returned was computed
+        (lambda call: right_of(call, call.key), "other-data"),
+        (lambda call: right_of(call, call.value), ""),
+    ],
+)
+def test_o_that_follows_no_v_was_computed_where_it_follows_q(held, cause):
+    trial = TRIALS["plain"]
+
+    def run(asked):
+        return replace(right(asked), out=held(asked.call))
+
+    observed = Observed.of(run(trial).out, right(trial).out + 0.5)
+    assert of_no_value(run, trial, "out", observed)[1] == cause
+
+
+def right_of(call, value):
+    return (weights_of(call, scores_of(call)) @ value.double()).bfloat16()
+
+
+def test_a_result_in_another_format_is_what_it_is_when_it_is_returned():
+    """O through bf16 of values below fp16's normal numbers: both round it."""
+    trial = next(t for t in panel(torch.float16) if t.name == "small")
+    model = Model.of(replace(FP16_FLASH2, out=BF16))
+    made = Emulator({trial: right(trial)}, right).made(trial, model, "out")
+    assert made is not None
+    returned = Result(made.to(torch.float16))
+    (fit,) = Emulator({trial: returned}, right).fits(model, frozenset({"out"})).values()
+    assert fit.left == 0
+    assert not torch.equal(made, returned.out.to(made.dtype))
 
 
 @pytest.mark.parametrize(("every", "cause"), [(True, "masked-row"), (False, "mask")])

@@ -19,7 +19,8 @@ from torch import Tensor
 from halfulp.algorithms import Kept, Problem, attend, attend_backward, golden
 from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Result
-from halfulp.formats import FP64
+from halfulp.formats import BF16, FP16, FP64
+from halfulp.formats import FP32 as _FP32
 from halfulp.recipes import FP32, Recipe, Step
 from halfulp.reconstruct.evidence import Fit, Observed
 from halfulp.reconstruct.panel import Trial
@@ -35,6 +36,7 @@ _KEPT_FOR = ("delta_from", "residual_bits", "residual")
 _READ = ("query", "key", "value", "input_scaling", "compute", "seed")  # what operands are read by
 
 
+_KINDS = {torch.bfloat16: BF16, torch.float16: FP16}
 ORDER = 8.0  # times what fp32 sums make: what sums in another order may differ by
 
 
@@ -117,6 +119,7 @@ class Emulator:
         self.trials = {trial.name: trial for trial in observed}
         self.observed: dict[tuple[str, str], Observed] = {}
         self.nonfinite: dict[tuple[str, str], int] = {}
+        self.returned: dict[tuple[str, str], torch.dtype] = {}
         for trial, result in observed.items():
             truth = golden(trial.call, trial.grad_out)
             order = _order_noise(trial, truth)
@@ -128,6 +131,7 @@ class Emulator:
                 if broken:
                     self.nonfinite[trial.name, name] = broken
                 self.observed[trial.name, name] = Observed.of(got, exact, order.get(name, 0.0))
+                self.returned[trial.name, name] = got.dtype
         self._forward: OrderedDict[Any, tuple[Problem, Kept, dict[str, Tensor]] | None]
         self._forward = OrderedDict()
         self._read: OrderedDict[Any, Problem] = OrderedDict()
@@ -173,11 +177,19 @@ class Emulator:
                 if (trial.name, name) in self.observed:
                     way = backward if name in GRADIENTS else None
                     observed = self.observed[trial.name, name]
+                    x = self._again(trial.name, name, way or forward, x)
                     self._fits[trial.name, name, forward, way] = observed.against(x)
             if key not in self._fits:  # the combination cannot be computed
                 nothing = torch.empty(0)
                 self._fits[key] = self.observed[trial.name, tensor].against(nothing[None, None])
         return self._fits[key]
+
+    def _again(self, trial: str, name: str, way: Way, x: Tensor) -> Tensor:
+        """A result in another format than the kernel returns, as it is once it is returned."""
+        kind = self.returned[trial, name]
+        if kind not in _KINDS or getattr(way.recipe, name, _FP32) in (_KINDS[kind], _FP32, FP64):
+            return x
+        return x.to(kind).to(x.dtype)
 
     def made(self, trial: Trial, model: Model, tensor: str) -> Tensor | None:
         """One result as a candidate gives it; None where it cannot be computed."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfulp.algorithms import golden
 from halfulp.algorithms.backward import sum_groups
+from halfulp.calls import Call
 from halfulp.reconstruct.dataflow import grad_scores_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT
 from halfulp.reconstruct.evidence import Observed
@@ -103,22 +104,28 @@ def of_other_operands(trial: Trial, tensor: str, observed: Observed) -> tuple[st
 
 def of_no_value(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
     """Whether rows of O that hold its error stay what they are where V changes its sign: they are
-    not written, and have what lay in their memory; in words, with the cause.
+    not written, and have what lay in their memory, or, where they see something and follow Q, are
+    made of what is no V of their own; in words, with the cause.
     """
     if tensor != "out":
         return "", ""
-    turned = replace(trial.call, value=-trial.call.value)
-    result = run(replace(trial, name=f"{trial.name}/V turned", call=turned))
-    if result is None:
-        return "", ""
-    same = (result.out.double() == observed.value).all(-1, keepdim=True)
-    same = same & (observed.value != 0).any(-1, keepdim=True) & observed.usable
+    call, same = trial.call, observed.usable & (observed.value != 0).any(-1, keepdim=True)
+
+    def stays(turned: Call) -> Tensor:
+        result = run(replace(trial, name=f"{trial.name}/turned", call=turned))
+        if result is None:
+            return torch.zeros_like(same)
+        return (result.out.double() == observed.value).all(-1, keepdim=True)
+
+    same = same & stays(replace(call, value=-call.value))
     error = (observed.value - observed.exact).square()
     if float(error[same].sum()) <= (1 - SHARED) * float(error[observed.usable].sum()):
         return "", ""
-    empty = scores_of(trial.call).isneginf().all(-1)[..., None].expand_as(same)
-    whose = "rows that see nothing hold" if bool(empty[same].all()) else "O holds"
-    return f"{whose} what is of no V: it is not written", "unwritten"
+    if bool(scores_of(call).isneginf().all(-1)[..., None].expand_as(same)[same].all()):
+        return "rows that see nothing hold what is of no V: they are not written", "unwritten"
+    if bool(stays(replace(call, query=-call.query))[same.any(-1, keepdim=True)].all()):
+        return "O is the same whatever Q and V are: it is not written", "unwritten"
+    return "O follows Q, and no V of its own", "other-data"
 
 
 def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:
