@@ -120,8 +120,10 @@ def _mask(
 def _name(row: dict[str, Any], queries: int) -> str:
     """In words, as a report names a call."""
     heads, key_heads = row["heads"]
-    told = [f"{queries} queries, {row['keys']} keys, D = {row['width']}"]
-    told.append(f"{heads} heads on {key_heads} in {row['sequences']} sequences")
+    asked, b = "1 query" if queries == 1 else f"{queries} queries", row["sequences"]
+    told = [f"{asked}, {row['keys']} keys, D = {row['width']}"]
+    of = "1 head" if heads == 1 else f"{heads} heads on {key_heads}"
+    told.append(f"{of} in {b} sequences" if b > 1 else of)
     told += [f"values {row['values']}"] if row["values"] != "as wide" else []
     sees = row["sees"] if row["sees"] in ("all", "causal", *_BIASES) else f"a mask, {row['sees']}"
     told += [sees] if sees != "all" else []

@@ -45,6 +45,7 @@ from halfulp.targets import BHND, Target, device_named, in_its_form, run_target,
 
 EFFORT = 2500  # emulations
 HEADS = 2  # of a trial that is handed in
+BESIDE = 16  # drawn calls that are right, beside those that are not
 
 
 @own_thread()
@@ -207,9 +208,14 @@ def _widened(
             asked, observed, stages = more, with_them, wider
     if not _shown(stages):
         given = _asked(run, drawn(low, seed))
+        emulator = Emulator(given, run)
         # of small calls one may err by a few times another's rounding
-        if _most(Emulator(given, run), stages) > FAR:
-            asked, stages = (*asked, *drawn(low, seed)), search(observed | given)
+        wrong = {name for (name, _), fit in _at_the_start(emulator, stages) if fit.times > FAR}
+        wrong |= {name for name, _ in emulator.nonfinite}
+        right = [t.name for t in given if t.name not in wrong][:BESIDE]
+        if wrong:
+            told = {t: x for t, x in given.items() if t.name in {*wrong, *right}}
+            stages = search(observed | told)
     return asked, stages
 
 
@@ -220,7 +226,7 @@ def _asked(run: Run, trials: Sequence[Trial]) -> dict[Trial, Result]:
 
 def _shown(stages: Stages) -> bool:
     """Whether something is wrong on any of the trials."""
-    fits = _at_the_start(stages.emulator, stages)
+    fits = [fit for _, fit in _at_the_start(stages.emulator, stages)]
     return bool(stages.emulator.nonfinite) or any(
         f.left > UNEXPLAINED and f.times > HARMFUL for f in fits
     )
@@ -228,17 +234,18 @@ def _shown(stages: Stages) -> bool:
 
 def _most(emulator: Emulator, stages: Stages) -> float:
     """The kernel's error over a model's, where that is largest."""
-    fits = _at_the_start(emulator, stages)
-    return math.inf if emulator.nonfinite else max((f.times for f in fits), default=1.0)
+    times = [fit.times for _, fit in _at_the_start(emulator, stages)]
+    return math.inf if emulator.nonfinite else max(times, default=1.0)
 
 
-def _at_the_start(emulator: Emulator, stages: Stages) -> list[Fit]:
-    """How the recipe fits that a search starts from, and stock where that has no such calls."""
+def _at_the_start(emulator: Emulator, stages: Stages) -> list[tuple[tuple[str, str], Fit]]:
+    """How the recipe that a search starts from fits each result of each call, and stock where that
+    has no such calls.
+    """
     offered, start = frozenset(TENSORS), stages.start
     stock = emulator.fits(stages.stock, offered)
-    return [fit if emulator.made(emulator.trials[name], start, tensor) is not None
-            else stock[name, tensor]
-            for (name, tensor), fit in emulator.fits(start, offered).items()]  # fmt: skip
+    return [(key, stock[key] if emulator.made(emulator.trials[key[0]], start, key[1]) is None
+             else fit) for key, fit in emulator.fits(start, offered).items()]  # fmt: skip
 
 
 def _mostly(emulator: Emulator, model: Model, twist: Twist) -> bool:
