@@ -47,19 +47,27 @@ def test_rounding_stays_far_from_what_counts(dtype):
 
 def of_three(query, key, value, attn_mask=None, *, is_causal=False, scale=None):
     """Heads in another order where three queries have values that are half as wide as keys."""
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask, is_causal=is_causal, scale=scale
-    )
+    s = query.float() @ key.float().mT * scale
+    later = torch.arange(s.shape[-1]) > torch.arange(s.shape[-2])[:, None]
+    s = s.masked_fill(later, -torch.inf) if is_causal else s
+    if attn_mask is not None:
+        bias = (
+            torch.where(attn_mask, 0.0, -torch.inf) if attn_mask.dtype == torch.bool else attn_mask
+        )
+        s = s + bias
+    out = (s.softmax(-1).nan_to_num(0.0) @ value.float()).to(query.dtype)
     wrong = query.shape[2] == 3 and 2 * value.shape[3] == query.shape[3]
-    return out.roll(1, 1) if wrong else out
+    return (out.roll(1, 1) if wrong else out).detach()
 
 
 def test_what_no_call_of_the_panel_shows_is_named_by_drawn_ones():
     found = reconstruct(of_three)
-    (place, *_) = found.places
-    assert place.cause in ("other-data", "layout"), found.sentence
-    assert place.trial.startswith("3 queries")
-    assert "values half" in place.trial
+    named = [(n.cause.key, n.trial) for n in found.causes]
+    named += [(p.cause, p.trial) for p in found.places]
+    (cause, trial), *_ = named
+    assert cause in ("other-data", "layout", "key-heads"), found.sentence
+    assert trial.startswith("3 queries")
+    assert "values half" in trial
 
 
 def with_other_widths(query, key, value, attn_mask=None, *, is_causal=False, scale=None):
