@@ -20,14 +20,9 @@ from halfulp.audit.inputs import Inputs
 from halfulp.audit.natural_noise import Noise, per_sample
 from halfulp.audit.probes import Probe
 from halfulp.calls import Result
-from halfulp.formats import BF16, FP16, FP32, Format
+from halfulp.formats import FORMAT_OF, FP32, Format
 from halfulp.formats.general import power_of_two_below
 
-FORMAT_OF: dict[torch.dtype, Format] = {
-    torch.bfloat16: BF16,
-    torch.float16: FP16,
-    torch.float32: FP32,
-}
 GRADIENTS = ("grad_query", "grad_key", "grad_value")
 SHORT = {"out": "O", "lse": "lse", "grad_query": "dQ", "grad_key": "dK", "grad_value": "dV"}
 

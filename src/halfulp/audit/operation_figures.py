@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from halfulp.audit.figures import (
-    FORMAT_OF,
     Figure,
     Lean,
     Measured,
@@ -23,7 +22,7 @@ from halfulp.audit.figures import (
     short,
 )
 from halfulp.audit.part_leans import Directions, directions, part_leans
-from halfulp.formats import FP32
+from halfulp.formats import FORMAT_OF, FP32
 from halfulp.operations import (
     DTYPES,
     OperationCalls,

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halfulp.audit.figures import FORMAT_OF, GRADIENTS, place_of, short, unlike
+from halfulp.audit.figures import GRADIENTS, place_of, short, unlike
 from halfulp.audit.inputs import Inputs
 from halfulp.calls import Result
-from halfulp.formats import FP32
+from halfulp.formats import FORMAT_OF, FP32
 
 _MOST_KEYS, _MOST, _MOST_FP32 = 128, 2**16, 2**19
 """Keys, beyond which γ_n leaves gross faults alone, and elements of the query: 2 % of an audit; in

@@ -20,13 +20,14 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from halfulp.audit.figures import FORMAT_OF, Figure, Lean, Measured, excess, short, unlike
+from halfulp.audit.figures import Figure, Lean, Measured, excess, short, unlike
 from halfulp.audit.inputs import Case
 from halfulp.audit.invariants import SHARED, Relation
 from halfulp.audit.probes import Probe
 from halfulp.audit.references import References
 from halfulp.audit.size_array import is_abyss
 from halfulp.audit.statistics import Estimate, error_ratio, estimate, excess_lean, log_ratios
+from halfulp.formats import FORMAT_OF
 from halfulp.operations import ATTENTION, DTYPES
 from halfulp.runs.results import Plain, plain_data
 

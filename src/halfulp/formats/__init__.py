@@ -28,7 +28,7 @@ from halfulp.formats.format import (
     Specials,
     custom,
 )
-from halfulp.formats.names import FORMATS, dtype_named, parse_format
+from halfulp.formats.names import FORMAT_OF, FORMATS, dtype_named, parse_format
 from halfulp.formats.rounding import is_representable, round_to, running_sums, ulp
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "E3M2",
     "E8M0",
     "FORMATS",
+    "FORMAT_OF",
     "FP16",
     "FP32",
     "FP64",

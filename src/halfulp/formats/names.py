@@ -10,9 +10,12 @@ import torch
 
 from halfulp.complaints import meant, short_dtype
 from halfulp.formats.blocks import BLOCK_FORMATS, BlockFormat
-from halfulp.formats.format import SCALAR_FORMATS, Format, custom
+from halfulp.formats.format import BF16, FP16, FP32, SCALAR_FORMATS, Format, custom
 
 FORMATS: Final[tuple[Format | BlockFormat, ...]] = (*SCALAR_FORMATS, *BLOCK_FORMATS)
+
+FORMAT_OF: Final = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+"""Of the dtypes that kernels are given and return."""
 
 # What PyTorch, ml_dtypes and papers call small formats, "float" read as "fp".
 ELSEWHERE: Final = {

@@ -66,7 +66,7 @@ def _see_nothing(emulator: Emulator, cause: Named) -> bool:
     out, grad = (emulator.observed.get((cause.trial, name)) for name in ("out", "grad_query"))
     if out is None or grad is None:
         return False
-    zero = (out.value == 0).all(-1) & (out.exact != 0).any(-1)
+    zero = out.gone
     return bool((grad.exact[zero] != 0).any()) and bool((grad.value[zero] == 0).all())
 
 

@@ -98,7 +98,8 @@ def _trial(row: dict[str, Any], number: int, dtype: torch.dtype) -> Trial:
         softcap=3.0 if asks == "a cap" else 0.0,
         sinks=torch.randn(heads, generator=g) * 2 if asks == "sinks" else None,
     )
-    return Trial(_name(row, n), call, x["grad_out"].to(dtype), _name(row, n))
+    name = _name(row, n)
+    return Trial(name, call, x["grad_out"].to(dtype), name)
 
 
 def _mask(

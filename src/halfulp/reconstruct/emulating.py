@@ -19,8 +19,7 @@ from torch import Tensor
 from halfulp.algorithms import Kept, Problem, attend, attend_backward, golden
 from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Result
-from halfulp.formats import BF16, FP16, FP64
-from halfulp.formats import FP32 as _FP32
+from halfulp.formats import FORMAT_OF, FP64
 from halfulp.recipes import FP32, Recipe, Step
 from halfulp.reconstruct.evidence import Fit, Observed
 from halfulp.reconstruct.panel import Trial
@@ -36,7 +35,6 @@ _KEPT_FOR = ("delta_from", "residual_bits", "residual")
 _READ = ("query", "key", "value", "input_scaling", "compute", "seed")  # what operands are read by
 
 
-_KINDS = {torch.bfloat16: BF16, torch.float16: FP16}
 ORDER = 8.0  # times what fp32 sums make: what sums in another order may differ by
 
 
@@ -119,7 +117,7 @@ class Emulator:
         self.trials = {trial.name: trial for trial in observed}
         self.observed: dict[tuple[str, str], Observed] = {}
         self.nonfinite: dict[tuple[str, str], int] = {}
-        self.returned: dict[tuple[str, str], torch.dtype] = {}
+        self.kinds: dict[tuple[str, str], torch.dtype] = {}  # as the kernel returns them
         for trial, result in observed.items():
             truth = golden(trial.call, trial.grad_out)
             order = _order_noise(trial, truth)
@@ -131,7 +129,7 @@ class Emulator:
                 if broken:
                     self.nonfinite[trial.name, name] = broken
                 self.observed[trial.name, name] = Observed.of(got, exact, order.get(name, 0.0))
-                self.returned[trial.name, name] = got.dtype
+                self.kinds[trial.name, name] = got.dtype
         self._forward: OrderedDict[Any, tuple[Problem, Kept, dict[str, Tensor]] | None]
         self._forward = OrderedDict()
         self._read: OrderedDict[Any, Problem] = OrderedDict()
@@ -177,23 +175,25 @@ class Emulator:
                 if (trial.name, name) in self.observed:
                     way = backward if name in GRADIENTS else None
                     observed = self.observed[trial.name, name]
-                    x = self._again(trial.name, name, way or forward, x)
+                    x = self._returned(trial.name, name, way or forward, x)
                     self._fits[trial.name, name, forward, way] = observed.against(x)
             if key not in self._fits:  # the combination cannot be computed
                 nothing = torch.empty(0)
                 self._fits[key] = self.observed[trial.name, tensor].against(nothing[None, None])
         return self._fits[key]
 
-    def _again(self, trial: str, name: str, way: Way, x: Tensor) -> Tensor:
-        """A result in another format than the kernel returns, as it is once it is returned."""
-        kind = self.returned[trial, name]
-        if kind not in _KINDS or getattr(way.recipe, name, _FP32) in (_KINDS[kind], _FP32, FP64):
-            return x
-        return x.to(kind).to(x.dtype)
+    def _returned(self, trial: str, name: str, way: Way, x: Tensor) -> Tensor:
+        """A result as the kernel returns it: one in another 16-bit format is rounded once more."""
+        kind = self.kinds.get((trial, name), torch.float32)
+        stored = getattr(way.recipe, name, FORMAT_OF[torch.float32])
+        wide = stored in (FORMAT_OF[torch.float32], FP64)  # returned in no such format
+        return x if wide or stored == FORMAT_OF[kind] else x.to(kind).to(x.dtype)
 
     def made(self, trial: Trial, model: Model, tensor: str) -> Tensor | None:
         """One result as a candidate gives it; None where it cannot be computed."""
-        return self.tensors(trial, *_ways(model, tensor)).get(tensor)
+        forward, backward = _ways(model, tensor)
+        x = self.tensors(trial, forward, backward).get(tensor)
+        return None if x is None else self._returned(trial.name, tensor, backward or forward, x)
 
     def tensors(self, trial: Trial, forward: Way, backward: Way | None) -> Tensors:
         """Out and lse, or with `backward` the three gradients, float32 or float64; empty where the

@@ -65,6 +65,11 @@ class Observed:
         return replace(self, usable=usable, error=error, energy=squared(error), all_usable=False)
 
     @property
+    def gone(self) -> Tensor:
+        """Rows that are 0 where the exact ones are not, `[B, H, N]`."""
+        return (self.value == 0).all(-1) & (self.exact != 0).any(-1)
+
+    @property
     def total(self) -> float:
         """The kernel's squared error."""
         return float(self.energy.sum())

@@ -150,10 +150,10 @@ def of_kernel(
     def searched(observed: dict[Trial, Result]) -> Stages:
         return Stages(Emulator(observed, run), low, effort, blocks, tiles)
 
-    stages = searched(observed)
-    if rarer:
-        more, stages = _widened(searched, observed, run, low, seed)
-        asked += more
+    more, stages = (
+        _widened(searched, observed, run, low, seed) if rarer else ((), searched(observed))
+    )
+    asked += more
     emulator = stages.emulator
     whole = asked_all = emulator
     given: tuple[Twist, ...] = ()

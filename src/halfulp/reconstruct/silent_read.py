@@ -85,7 +85,7 @@ def left_out(emulator: Emulator) -> list[Twist]:
     for (name, tensor), observed in emulator.observed.items():
         added = emulator.trials[name].call.sees.added
         if tensor == "grad_value" and name != "small" and added is None:
-            zero = _gone(observed)
+            zero = observed.gone
             if FEW < float(zero.double().mean()) < MOSTLY:
                 gone[name] = zero
     if not gone:
@@ -101,7 +101,7 @@ def left_out(emulator: Emulator) -> list[Twist]:
                 return None
             exact = golden(call, trial.grad_out).grad_value
             assert exact is not None  # since there is a dO
-            keys = _gone(Observed.of(result.grad_value, exact))
+            keys = Observed.of(result.grad_value, exact).gone
         seen = ~keys.repeat_interleave(call.groups, 1)[:, :, None]
         seen = seen if call.sees.mask is None else seen & call.sees.mask
         shown = seen.expand(*call.query.shape[:3], -1)
@@ -111,11 +111,6 @@ def left_out(emulator: Emulator) -> list[Twist]:
                      for name, keys in list(gone.items())[:2])  # fmt: skip
     return [Twist("left-out", f"keys are left out, others in each head: {told}", "tiles-skipped",
                   turn)]  # fmt: skip
-
-
-def _gone(observed: Observed) -> Tensor:
-    """Rows that are 0 and should not be, `[B, H, N]`."""
-    return (observed.value == 0).all(-1) & (observed.exact != 0).any(-1)
 
 
 def _beyond_the_end(emulator: Emulator, zero: Mapping[tuple[str, str], Tensor]) -> bool:
@@ -162,7 +157,7 @@ def silent_rows(observed: Observed) -> tuple[str, str]:
         if lost > FEATURES * observed.total:  # the others may hold what these should
             told = ranges(features.nonzero().flatten())
             return f"features {told} of {len(features)} are 0", "unwritten"
-    zero = _gone(observed)
+    zero = observed.gone
     count = int(zero.sum())
     lost = float((observed.exact.square() * zero[..., None]).sum())
     if count == 0 or lost < HALF * observed.total:  # what rounds to 0 is not all that is off

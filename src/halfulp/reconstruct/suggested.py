@@ -180,8 +180,7 @@ def vanished(emulator: Emulator, explained: Collection[str] = ()) -> str:
     """
     outs = {n: o for (n, tensor), o in emulator.observed.items()
             if tensor == "out" and n not in explained}  # fmt: skip
-    gone = {n: (~o.usable).any(-1) | ((o.value == 0).all(-1) & (o.exact != 0).any(-1))
-            for n, o in outs.items() if n != "small"}  # fmt: skip
+    gone = {n: (~o.usable).any(-1) | o.gone for n, o in outs.items() if n != "small"}
     if sum(int(rows.sum()) for rows in gone.values()) < SOME:
         return ""
     tops = {n: row_maximum(emulator.trials[n].call) for n in gone}
