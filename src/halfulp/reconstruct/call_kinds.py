@@ -26,7 +26,8 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
     (b, h, n, d), n_key = call.query.shape, call.key.shape[2]
     sees = call.sees
     far = name in ("sharp", "deep", "deep_ragged")
-    additive = sees.added is not None
+    additive, q = sees.added is not None, call.query
+    transposed = not q.is_contiguous() and q.stride(-1) == 1
     return {
         "with sinks": (call.sinks is not None, "sinks"),
         "with a softcap": (bool(call.softcap), "softcap"),
@@ -40,7 +41,8 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "with more queries than keys": (n > n_key, "ragged"),
         "with other lengths of queries and keys": (n != n_key, "ragged"),
         "with other widths of keys and values": (d != call.value.shape[3], "ragged"),
-        "of operands that lie as [B, N, H, D]": (not call.query.is_contiguous(), "layout"),
+        "whose features lie apart": (call.query.stride(-1) != 1, "layout"),
+        "of operands that lie as [B, N, H, D]": (transposed, "layout"),
         "of lengths off 16": (n_key % 16 != 0, "ragged"),
         "of lengths off 64": (n_key % 64 != 0, "ragged"),
         "of lengths off 128": (n_key % 128 != 0, "ragged"),
@@ -59,6 +61,7 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "whose scores lie far from 0": (far, "row-max"),
         "whose maximum grows, or lies far from 0": (far or name == "rising", "rescale"),
         "of small values": (name == "small", "operand"),
+        "of small queries or keys": (name in ("small_queries", "small_keys"), "operand"),
     }
 
 

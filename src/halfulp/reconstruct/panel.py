@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Result, Sees
+from halfulp.targets.manner import APART, laid_out
 
 SMALL = 200_000  # pairs of queries and keys
 FLAT = 16  # tokens of a call whose scores are one number
@@ -34,9 +35,10 @@ class Trial:
     @property
     def manner(self) -> str:
         """In which memory a kernel is given it: `targets.manner`."""
-        lie = ("contiguous" if x.is_contiguous() else "transposed"
-               for x in (self.call.query, self.grad_out))  # fmt: skip
-        return "/".join((*lie, "once"))
+        q, do = self.call.query, self.grad_out
+        lies = "contiguous" if q.is_contiguous() else "transposed"
+        lies = lies if q.stride(-1) == 1 else APART
+        return f"{lies}/{'contiguous' if do.is_contiguous() else 'transposed'}/once"
 
 
 Run = Callable[[Trial], Result | None]
@@ -146,6 +148,21 @@ def _strided_operands(g: torch.Generator) -> dict[str, Any]:
     """Operands that lie so, and a dO that does not."""
     x = _strided(g)
     return x | {"grad_out": x["grad_out"].contiguous()}
+
+
+def _apart(g: torch.Generator) -> dict[str, Any]:
+    """Operands of which every second element in memory is a feature."""
+    return _operands(g, (2, 2, 2), (48, 48), (32, 32)) | {"memory": APART}
+
+
+def _unequal(small: str, large: str, g: torch.Generator) -> dict[str, Any]:
+    """Scores as always, of an operand whose numbers float16 has no digits for and one that is
+    larger.
+    """
+    x = _operands(g, (1, 2, 2), (96, 96), (64, 64))
+    x[small] *= 2.0**-20
+    x[large] *= 2.0**10
+    return x | {"scale": 2.0**7}  # 2¹⁰ / √D
 
 
 def _zeros(g: torch.Generator) -> dict[str, Any]:
@@ -306,6 +323,9 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "one_key_head": ("4 heads on 1 key head", _of((2, 4, 1), (48, 72), (32, 32))),
     "widest": ("D = 256", _of((1, 2, 2), (70, 70), (256, 256))),
     "strided": ("[B, N, H, D] in memory", _strided),
+    "features_apart": ("every second element in memory a feature", _apart),
+    "small_queries": ("queries around 2⁻²⁰, keys around 2¹⁰", partial(_unequal, "query", "key")),
+    "small_keys": ("keys around 2⁻²⁰, queries around 2¹⁰", partial(_unequal, "key", "query")),
     "strided_operands": ("[B, N, H, D] in memory, but for dO", _strided_operands),
 }  # fmt: skip
 
@@ -333,6 +353,8 @@ def _trial(name: str, about: str, draw: Draw, dtype: torch.dtype, seed: int) -> 
     number = sum(ord(c) * 257**i for i, c in enumerate(name)) * 1000003 + seed
     x = draw(torch.Generator().manual_seed(number % 2**63))
     operands = {part: x[part].to(dtype) for part in ("query", "key", "value")}
+    if "memory" in x:
+        operands = {part: laid_out(t, x["memory"]) for part, t in operands.items()}
     call = Call(
         **operands,
         sees=x.get("sees", Sees()),

@@ -15,6 +15,11 @@ MEMORY = ("contiguous", "transposed", "packed")
 with an offset of storage.
 """
 
+APART = "apart"
+"""Of query, key and value: every second element of memory is a feature. Many kernels ask for
+features side by side, so that audits leave it out.
+"""
+
 GRAD_MEMORY = ("contiguous", "transposed", "expanded")
 """Of dO; expanded: one row for all queries, whose stride is 0, as a sum's gradient has."""
 
@@ -34,7 +39,7 @@ PLAIN = "contiguous/contiguous/once"
 def parted(manner: str) -> tuple[str, str, str]:
     """Memory, memory of dO, and calls; ValueError for anything else."""
     parts = manner.split("/")
-    known = (MEMORY, GRAD_MEMORY, (*CALLS, FILLED))
+    known = ((*MEMORY, APART), GRAD_MEMORY, (*CALLS, FILLED))
     if len(parts) != 3 or any(part not in names for part, names in zip(parts, known, strict=True)):
         raise ValueError(f"manner={manner!r}: accepted is MEMORY/MEMORY OF dO/CALLS")
     return parts[0], parts[1], parts[2]
@@ -64,6 +69,8 @@ def laid_out(x: Tensor, memory: str, rows: int | None = None) -> Tensor:
     if memory == "packed":
         beside = torch.full_like(x[..., :8], 3.0)  # what no kernel may read
         return torch.cat([beside, x, beside], -1)[..., beside.shape[-1] : -beside.shape[-1]]
+    if memory == APART:
+        return torch.stack([x, torch.full_like(x, 3.0)], -1)[..., 0]
     if memory == "expanded" and rows is not None:
         return x.narrow(rows, 0, 1).contiguous().expand_as(x)
     return x.clone(memory_format=torch.contiguous_format)
