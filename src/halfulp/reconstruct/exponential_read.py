@@ -166,6 +166,10 @@ def _roundings(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable[[Tensor]
             if fmt != own:
                 how = "cut" if fmt != nearest else "rounded"
                 yield f"weights are {how} to {nearest.name}", "weights", after(fmt)
+                if fmt.exponent_bits < 8:  # what they are multiplied by before keeps them normal
+                    told = f"weights times a power of two are {how} to {nearest.name}"
+                    wide = fmt.with_(name=f"{fmt.name}, wide", exponent_bits=8, bias=127)
+                    yield told, "weights", after(wide)
             for unit in (1.0, LOG2_E):
                 yield (f"S − m is rounded to {nearest.name} before the exponential", "row-max",
                        before(fmt, unit))  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from halfulp.calls import Call
 from halfulp.reconstruct.emulating import Twist
@@ -143,12 +142,13 @@ def _keys_reread() -> Twist:
 def _as_far_apart(name: str, other: str) -> Twist:
     def turn(trial: Trial) -> Trial | None:
         x, wide = getattr(trial.call, name), getattr(trial.call, other).shape[-1]
-        n, d = x.shape[2:]
+        b, heads, n, d = x.shape
         if wide == d:
             return None
-        places = torch.arange(n)[:, None] * wide + torch.arange(d)
-        flat = functional.pad(x.flatten(2), (0, max(0, int(places.max()) + 1 - n * d)))
-        moved: dict[str, Any] = {name: flat[:, :, places]}
+        own = torch.arange(b * heads).view(b, heads, 1, 1) * (n * d)
+        places = own + torch.arange(n)[:, None] * wide + torch.arange(d)
+        # what lies behind a head is the next one's; behind the last one lies what nobody knows
+        moved: dict[str, Any] = {name: x.flatten()[places.clamp_max(x.numel() - 1)]}
         return replace(trial, call=replace(trial.call, **moved))
 
     told = f"rows of {name[0].upper()} are read as far apart as {other[0].upper()}'s"

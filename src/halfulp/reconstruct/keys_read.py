@@ -83,6 +83,8 @@ def _times(read: Tensor, exact: Tensor, gone: Tensor) -> Tensor:
     # all are read once or more, as many as there are; what counts alike may count once
     whole = len(gone) * weighed / weighed.sum().clamp_min(1e-300)
     times = whole.round()
+    if bool(gone.all()):
+        return weighed
     apart = bool(((whole - times).abs() < NEAR).all() and times[~gone].min() < times.max())
     return times if apart and int(times.sum()) == len(gone) else weighed.round()
 

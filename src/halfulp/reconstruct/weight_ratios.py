@@ -13,6 +13,7 @@ from torch import Tensor
 
 from halfulp.calls import Call
 from halfulp.formats import BF16, FP16
+from halfulp.reconstruct.elements_read import by_number
 from halfulp.reconstruct.exact import centered, rms, scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
@@ -316,6 +317,8 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
                 if not few and (exchanged := _exchanged_features(moved + own, own)):
                     return Read(exchanged, "layout")
                 if float(along.sum()) < size / 2:
+                    if not few and by_number(moved + own, own):
+                        return Read(f"{another}, of other numbers, one for each", "operand")
                     return Read(f"{another}, which is unlike{of}", "other-data")
                 if float(along.sum()) > SHARE * size:
                     factor = 1 + (moved * own).sum(-1) / own.square().sum(-1).clamp_min(1e-300)

@@ -31,6 +31,7 @@ from halfulp.reconstruct.weight_ratios import (
 VISIBLE = 1e-6  # weights below it may round to 0
 NEGATIVE = 0.1  # of the weights: rounding and dropout make none of them so
 FEW = 0.02  # of what weights are off by: pairs that make less of it are no matter of their own
+MOST = 0.5  # of the weight of rows: where so much is missing, it is what is wrong with them
 MOSTLY = 0.9  # of a head's rows
 HELD, MANY_HELD = 0.1, 16  # weights within so much of a limit, and how many
 NEAR = 0.05  # of a weight, which its rounding may make where it is small
@@ -121,8 +122,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
         (every & lost, exact > VISIBLE, "get no weight"),
     ):
         off = (read - exact).square()
-        if float(off[marked].sum()) > FEW * float(off.sum()):
+        if float(off[marked].sum()) > FEW * float(off.sum()) or _most_of_rows(exact, marked):
             pattern, cause, of = _pattern(call, marked, possible)
+            if cause == "query-tail" and marked is not extra and not bool(gone.any()):
+                told, cause = f"{told}, beside others that do", "key-tail"  # no query is left out
             if cause in ("", "dropout") and marked is not extra:  # nowhere in particular
                 rest = exact[possible & ~marked]
                 less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
@@ -149,6 +152,14 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
     ratios = compared_ratios(trial, *logarithms(read, exact), backward, sums)
     return replace(ratios, cause=in_backward(ratios.cause)) if backward else ratios
+
+
+def _most_of_rows(exact: Tensor, lost: Tensor) -> bool:
+    """Whether rows lack more than they have: what is left counts so much more that its squares
+    alone tell nothing.
+    """
+    part = torch.where(lost, exact, 0.0).sum(-1)
+    return float(part.sum()) > MOST * float(exact.sum(-1)[part > 0].sum())
 
 
 def leaves_out(run: Run, trial: Trial) -> bool:
