@@ -29,7 +29,9 @@ from torch.nn import functional
 from halfulp.formats import round_to
 
 LATER = ("attention.sixth", "operations.third", "attention.seventh", "operations.fourth",
-         "attention.eighth")  # fmt: skip
+         "attention.eighth",
+           "attention.fortyeighth",
+           "attention.fortyninth")  # fmt: skip
 """Sets that have more inputs, and dtypes of operations."""
 LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.tenth",
           "operations.seventh", "attention.eleventh", "operations.eighth",
