@@ -31,7 +31,8 @@ from halfulp.formats import round_to
 LATER = ("attention.sixth", "operations.third", "attention.seventh", "operations.fourth",
          "attention.eighth",
            "attention.fortyeighth",
-           "attention.fortyninth")  # fmt: skip
+           "attention.fortyninth",
+           "attention.fiftieth")  # fmt: skip
 """Sets that have more inputs, and dtypes of operations."""
 LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.tenth",
           "operations.seventh", "attention.eleventh", "operations.eighth",
