@@ -11,6 +11,7 @@ from halfulp.reconstruct.naming import PROVEN, Named
 from halfulp.reconstruct.places import IN_GRADIENTS, OF_CALLS
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.result_read import STRUCTURE
+from halfulp.reconstruct.silent_read import is_zero
 
 _FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
 _FORMULAS = {"causal-mask": _FACTORS, "key-heads": _FACTORS,
@@ -30,13 +31,14 @@ _PAIRED, _BATCH = "heads-", "heads-batch"
 def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     """What is gross in calls with an option alone is a matter of the option; so are rows that are
     0 and have no gradient, as those are that see nothing, or that are 0 as their first keys are
-    hidden.
+    hidden; and a whole result that is 0.
     """
     pairs = any(t.startswith(_PAIRED) and not t.startswith(_BATCH) for t in cause.twists)
     if pairs and region.cause == "key-heads":  # right where each head has its own
         return replace(cause, cause=CAUSES["key-heads"], text=f"{cause.text}, {region.text}")
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
     silent = _see_nothing(emulator, cause) or _begin_late(emulator, cause)
+    silent = silent or is_zero(emulator.observed[cause.trial, cause.tensor])
     hide = _HIDE | {"unwritten"} if silent else _HIDE
     hides = {cause.cause.key, region.cause} <= hide
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):

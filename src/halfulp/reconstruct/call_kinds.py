@@ -47,6 +47,7 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "of lengths off 64": (n_key % 64 != 0, "ragged"),
         "of lengths off 128": (n_key % 128 != 0, "ragged"),
         "with a D off 64": (d % 64 != 0, "ragged"),
+        "with a D off 32": (d % 32 != 0, "ragged"),
         "with a D above 64": (d > 64, "ragged"),
         "whose scale is no power of two": (math.frexp(call.scale)[0] != 0.5, "prescaled"),
         "whose scale is the caller's": (abs(call.scale * math.sqrt(d) - 1) > 1e-6, "scale"),

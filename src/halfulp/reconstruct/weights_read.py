@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from halfulp.algorithms.backward import sum_groups
-from halfulp.calls import Call
-from halfulp.reconstruct.exact import logarithms, scores_of, weights_of
+from halfulp.calls import EVERYTHING, Call
+from halfulp.reconstruct.exact import centered, logarithms, rms, scores_of, weights_of
 from halfulp.reconstruct.keys_read import in_their_place, others_weigh
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.part_ratios import hides
@@ -38,6 +38,8 @@ NEAR = 0.05  # of a weight, which its rounding may make where it is small
 OFTEN = 6  # less often than that a key may be counted
 SOME_LOST = 4  # weights of a row that are 0, and that are not
 TURNS, TURN = 4, 16  # more runs of keys, no farther from one to the next, are no tiles
+ALONG = 0.3  # the cosine of weights with their own scores, from where on they are of these
+ONE_NUMBER = 0.2  # of a weight, by which one number for all may be off
 MOST_KEYS = 320  # of a trial that is read
 
 
@@ -140,6 +142,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 cause = hides(call) if _of_some(extra) else "masked-row"
             elif marked is extra and (theirs := others_weigh(read, exact, extra)):
                 told, cause = f"{told}, {theirs}", "other-data"
+            elif marked is extra and not _of_own_scores(call, read, extra):
+                told, cause = f"{told}, as no keys of theirs have", "other-data"
             elif marked is extra and (own := hides(call)):
                 cause = own  # what is hidden is a matter of what hides it
             elif marked is not extra and (often := _others_often(read, exact, marked)):
@@ -178,6 +182,20 @@ def _of_some(extra: Tensor) -> bool:
     rows = extra[extra.any(-1)]
     until = rows.flip(-1).cummax(-1).values.flip(-1)  # up to the last that has some
     return bool((rows.sum(-1) < until.sum(-1) / 2).all())
+
+
+def _of_own_scores(call: Call, read: Tensor, extra: Tensor) -> bool:
+    """Whether weights of hidden pairs go along with the scores of these pairs, or are one number;
+    True where this is not known.
+    """
+    many = extra & (extra.sum(-1, keepdim=True) >= FEW_ROWS)
+    if call.sees.added is not None or not bool(many.any()):
+        return True
+    log = torch.where(many, read.clamp_min(1e-300), 1.0).log()
+    scores = scores_of(replace(call, sees=EVERYTHING))
+    log, scores = (centered(x, many.double()) for x in (log, scores))
+    along = float((log * scores).sum()) / max(1e-300, float(log.norm() * scores.norm()))
+    return along > ALONG or rms(log, many.double()) < ONE_NUMBER
 
 
 def over_queries(read: Tensor, exact: Tensor) -> bool:
@@ -309,6 +327,10 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
     for width in (128, 64, 32, 16, 8):
         tile = i.div(width, rounding_mode="floor") * 4096 + j.div(width, rounding_mode="floor")
         if _told_by(tile, marked, possible) is not None:
+            others = i.div(width, rounding_mode="floor") != j.div(width, rounding_mode="floor")
+            if not masked and not bool((marked & ~others).any()) and bool(
+                marked[others & possible].double().mean() > MOSTLY):  # fmt: skip
+                return _Pattern(f"pairs that are not in one chunk of {width}", "window")
             return _Pattern(f"whole tiles of {width} × {width} pairs", masked or "key-tail")
     for width in (128, 64, 32, 16):
         row = (b * marked.shape[1] + h) * marked.shape[2] + i
