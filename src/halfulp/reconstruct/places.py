@@ -242,8 +242,8 @@ def _told(
     for text, key in _by_numbers(emulator, trial, tensor, gross=gross):
         if key:
             # at sizes alone it is these that are handled wrongly
-            own = (key, tensor, only[1]) == ("other-data", "out", "ragged")
-            return text, "ragged" if own else key, False, True
+            sized = (key, tensor, only[1]) == ("other-data", "out", "ragged")
+            return text, "ragged" if sized else key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
     if gross:
         others = reads_others(emulator.run, trial, tensor, observed)
