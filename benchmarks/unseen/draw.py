@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any, get_args, get_type_hints
 
 import torch
+from benchmarks.unseen import SETS
 from benchmarks.unseen.attention.fifth_kernel import Kernel, attention
 from benchmarks.unseen.operations import second_kernels as kernels
 from benchmarks.unseen.operations.fifth_steps import nvfp4
@@ -29,49 +30,22 @@ from torch.nn import functional
 from halfulp.formats import round_to
 
 LATER = ("attention.sixth", "operations.third", "attention.seventh", "operations.fourth",
-         "attention.eighth",
-           "attention.fortyeighth",
-           "attention.fortyninth",
-           "attention.fiftieth")  # fmt: skip
+         "attention.eighth")  # fmt: skip
 """Sets that have more inputs, and dtypes of operations."""
-LATEST = ("operations.fifth", "operations.sixth", "attention.ninth", "attention.tenth",
-          "operations.seventh", "attention.eleventh", "operations.eighth",
-          "operations.ninth", "attention.twelfth", "attention.thirteenth",
-          "operations.tenth", "attention.fourteenth", "operations.eleventh",
-          "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
-          "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
-          "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
-          "attention.twentyfirst", "attention.twentysecond",
-          "attention.twentythird", "attention.twentyfourth",
-           "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
-           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
-           "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
-           "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
-           "attention.thirtyseventh", "attention.thirtyeighth",
-           "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst",
-           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth",
-           "attention.fortyfifth", "attention.fortysixth", "attention.fortyseventh")  # fmt: skip
+
+
+def _since(first: str) -> tuple[str, ...]:
+    """The sets of attention, or of operations, from one on."""
+    of = first.partition(".")[0]
+    return tuple(name for name in SETS[SETS.index(first) :] if name.startswith(of))
+
+
+LATEST = (*_since("attention.ninth"), *_since("operations.fifth"))
 """Sets that have these and more."""
 AGAIN = {"attention.seventh": ("attention.sixth", 20261209),
          "operations.fourth": ("operations.third", 20261209)}  # fmt: skip
 """Sets drawn from the grid of another by another seed, ten each, without what that set has."""
-UNDRAWN = ("attention.eighth", "attention.ninth", "attention.tenth", "attention.eleventh",
-           "attention.twelfth", "attention.thirteenth", "attention.fourteenth",
-           "operations.fifth", "operations.sixth", "operations.seventh", "operations.eighth",
-           "operations.ninth", "operations.tenth", "operations.eleventh",
-           "attention.fifteenth", "attention.sixteenth", "attention.seventeenth",
-           "operations.twelfth", "operations.thirteenth", "operations.fourteenth",
-           "attention.eighteenth", "attention.nineteenth", "attention.twentieth",
-           "attention.twentyfirst", "attention.twentysecond",
-          "attention.twentythird", "attention.twentyfourth",
-           "attention.twentyfifth", "attention.twentysixth", "attention.twentyseventh",
-           "attention.twentyeighth", "attention.twentyninth", "attention.thirtieth",
-           "attention.thirtyfirst", "attention.thirtysecond", "attention.thirtythird",
-           "attention.thirtyfourth", "attention.thirtyfifth", "attention.thirtysixth",
-           "attention.thirtyseventh", "attention.thirtyeighth",
-           "attention.thirtyninth", "attention.fortieth", "attention.fortyfirst",
-           "attention.fortysecond", "attention.fortythird", "attention.fortyfourth",
-           "attention.fortyfifth", "attention.fortysixth", "attention.fortyseventh")  # fmt: skip
+UNDRAWN = (*_since("attention.eighth"), *_since("operations.fifth"))
 """Sets that no grid has a part in: they are measured alone."""
 Case = tuple[tuple[Any, ...], dict[str, Any], Tensor | None]
 
