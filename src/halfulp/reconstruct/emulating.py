@@ -57,6 +57,7 @@ class Twist:
         compare=False, repr=False, default=_as_it_is
     )
     unrounded: tuple[str, ...] = ()  # operands that it rounds, or not, instead of the recipe
+    number: float | None = None  # that it has stand for −∞
     around: bool = False  # done around a kernel that is sound: its backward pass reads its own O
 
 

@@ -17,7 +17,7 @@ from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, TENSORS, Emulator, Model
 from halfulp.reconstruct.evidence import UNEXPLAINED
 from halfulp.reconstruct.exponential_read import exponential_of
-from halfulp.reconstruct.floor_read import OVERFLOW, floor_of, products_overflow
+from halfulp.reconstruct.floor_read import LARGEST, OVERFLOW, floor_of, leaks, products_overflow
 from halfulp.reconstruct.found import WELL, Reconstruction
 from halfulp.reconstruct.naming import PROVEN, Named
 from halfulp.reconstruct.panel import Run, Trial
@@ -91,6 +91,22 @@ def _no_weights(emulator: Emulator, trial: str) -> bool:
     return bool(zero[0].any()) and all(torch.equal(zero[0], one) for one in zero[1:])
 
 
+def _with_silent_rows(found: Reconstruction, run: Run) -> Reconstruction:
+    """Where a finite number would hide pairs, and yet hides them where these score farther above
+    the rest, or does not where they score less so: what is hidden altogether, a row or a key, is
+    not hidden.
+    """
+    dtype = DTYPES[found.dtype]
+    numbers = [t.number for t in found.model.forward.twists if t.number is not None]
+    number = min((abs(x) for x in numbers if abs(x) < LARGEST), default=0.0)
+    if not number or (leaks(run, dtype, 2 * LARGEST) and not leaks(run, dtype, number / 2)):
+        return found
+    told = "rows that are to see nothing see everything, or keys are seen that no row is to see"
+    return replace(found, causes=tuple(
+        replace(n, cause=CAUSES["mask"], text=told) if n.cause.key == "mask-finite" else n
+        for n in found.causes))  # fmt: skip
+
+
 def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
     """Asked of scores further below 0 than any trial's, where nothing read says more than masks of
     finite numbers do.
@@ -100,7 +116,9 @@ def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
     if not {*read, *known} <= _OF_FLOORS:
         return found
     told = floor_of(run, DTYPES[found.dtype])
-    if told is None or (told.gone and _STATISTICS & {*read, *(n.cause.key for n in found.causes)}):
+    if told is None:
+        return _with_silent_rows(found, run)
+    if told.gone and _STATISTICS & {*read, *(n.cause.key for n in found.causes)}:
         return found
     first = Named(CAUSES[told.cause], told.text, math.inf, told.tensor, "", 1.0, located=True,
                   function=True)  # fmt: skip

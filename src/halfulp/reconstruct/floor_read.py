@@ -10,14 +10,17 @@ from typing import NamedTuple
 import torch
 
 from halfulp.algorithms import golden
-from halfulp.reconstruct.panel import FLAT, Run, lying_at
+from halfulp.algorithms.problem import LOG2_E
+from halfulp.reconstruct.panel import FLAT, Run, lying_at, with_peaks
 
 FAR, NEAR = -61_440.0, -150.0  # float16 holds no number much lower; what other trials have
 LITTLE = 2.0**-9  # a scale at which products of `NEAR` scores lie beyond float16
 LESS = 1 / 16  # a scale at which it is asked whether scores are beyond, or products
 EXACTLY = 1.05  # times the number: how near it is read
+LARGEST = 60_000.0  # which stands for −∞ and leaves scores their digits in float32
 OFF = 0.25  # of a row's O, the mean of a few values: no rounding is so coarse
 SOME = 0.5  # of the rows
+IN_BASE_2 = -65504 / LOG2_E * 1.06  # of scores that are too large for float16 in base 2
 OVERFLOW = "O is 0, or not finite, where products before their scale are beyond float16"
 
 
@@ -50,16 +53,28 @@ def floor_of(run: Run, dtype: torch.dtype) -> Floor | None:
         alone = wrong if wrong == "gone" else _wrong(run, FAR, dtype, "nothing")
         if alone in ("shown", "back"):
             continue  # numbers of rows that are rounded are as wrong where nothing is hidden
-        low, high = FAR, NEAR
+        low, high, told = FAR, NEAR, ""
         while low / high > EXACTLY:
             middle = -math.sqrt(low * high)
             right = not _wrong(run, middle, dtype, hidden)
             low, high = (low, middle) if right else (middle, high)
         if alone == "gone" and _wrong(run, LESS * low, dtype, "nothing", LESS / EXACTLY) == "gone":
-            return Floor("scores", "out", OVERFLOW, gone=True)  # the same products, not scores
+            if low > IN_BASE_2:
+                return Floor("scores", "out", OVERFLOW, gone=True)  # the same products, not scores
+            wrong, told = "gone", " before their scale"
         cause, tensor, text = _WRONG[wrong]
-        return Floor(cause, tensor, f"{text} scores lie below {low:.2g}", alone == "gone")
+        return Floor(cause, tensor, f"{text} scores{told} lie below {low:.2g}", alone == "gone")
     return None
+
+
+def leaks(run: Run, dtype: torch.dtype, above: float) -> bool:
+    """Whether O has what a boolean mask hides where it scores so far above what that shows."""
+    trial = with_peaks(above, dtype)
+    result = run(trial)
+    if result is None:
+        return False
+    out, exact = result.out.double(), golden(trial.call).out
+    return not bool(((out - exact).norm(dim=-1) < OFF * exact.norm(dim=-1)).all())
 
 
 def products_overflow(run: Run, dtype: torch.dtype) -> bool:

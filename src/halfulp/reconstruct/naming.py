@@ -284,7 +284,10 @@ def combined(model: Model, stock: Recipe) -> Recipe | None:
             shared = f.name in reads_forward()
             if shared or held != base:
                 return None
-            merged = replace(merged, **{f.name: own})
+            try:
+                merged = replace(merged, **{f.name: own})
+            except ValueError:  # no recipe has both
+                return None
     return merged
 
 

@@ -125,7 +125,11 @@ def of_no_value(run: Run, trial: Trial, tensor: str, observed: Observed) -> tupl
         return "rows that see nothing hold what is of no V: they are not written", "unwritten"
     if bool(stays(replace(call, query=-call.query))[same.any(-1, keepdim=True)].all()):
         return "O is the same whatever Q and V are: it is not written", "unwritten"
-    return "O follows Q, and no V of its own", "other-data"
+    some = same.any(-1).flatten(0, 1).any(0)
+    if bool(some.all()):
+        return "O follows Q, and no V of its own", "other-data"
+    rows = ranges(some.nonzero().flatten())
+    return f"rows {rows} of O follow Q, and no V of their own", "other-data"
 
 
 def of_no_grad_out(run: Run, trial: Trial, tensor: str, observed: Observed) -> tuple[str, str]:

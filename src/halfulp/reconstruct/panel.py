@@ -225,11 +225,11 @@ def _padded_keys(rows: int, g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=mask.contiguous())}
 
 
-def _hidden_peaks(g: torch.Generator) -> dict[str, Any]:
-    """What a mask hides scores 200 above what it shows, which no weight may come near."""
+def _hidden_peaks(above: float, g: torch.Generator) -> dict[str, Any]:
+    """What a mask hides scores so far above what it shows, which no weight may come near."""
     x = _operands(g, (1, 2, 2), (70, 70), (64, 64))
     seen = torch.rand(70, generator=g) > 0.3
-    x["query"][..., 0], x["key"][..., 0] = 8.0, torch.where(seen, -100.0, 100.0)
+    x["query"][..., 0], x["key"][..., 0] = 8.0, torch.where(seen, -above / 2, above / 2)
     return x | {"sees": Sees(mask=seen.expand(1, 1, 70, 70).contiguous())}
 
 
@@ -294,7 +294,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
                        _given((2, 4, 2), 70, additive=True)),
     "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", partial(_padded_keys, 70)),
     "padded_rows": ("the same, by a mask of one row for all queries", partial(_padded_keys, 1)),
-    "hidden_peaks": ("what a mask hides scores 200 above the rest", _hidden_peaks),
+    "hidden_peaks": ("what a mask hides scores 200 above the rest", partial(_hidden_peaks, 200.0)),
     "biased_cross": ("66 queries, 90 keys, an additive mask for each head", _biased_cross),
     "other_widths": ("D = 80, of values 48", _of((1, 3, 3), (66, 130), (80, 48))),
     "wide_ragged": ("causal, 150 tokens, D = 96",
@@ -405,6 +405,12 @@ def lying_at(level: float, dtype: torch.dtype, hidden: str, scale: float = 1.0) 
         return x | {"scale": scale, "sees": sees[hidden]}
 
     return _trial(f"{hidden} at {level:g}", f"scores of {level:g}", draw, dtype, 0)
+
+
+def with_peaks(above: float, dtype: torch.dtype) -> Trial:
+    """A small call of which a boolean mask hides what scores so far above the rest."""
+    draw = partial(_hidden_peaks, above)
+    return _trial(f"hidden {above:g} above", f"{above:g} above", draw, dtype, 0)
 
 
 def some_heads(trial: Trial, most: int) -> Trial:

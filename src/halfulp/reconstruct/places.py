@@ -81,6 +81,10 @@ class Place:
         }
 
 
+_SOME = "rows "
+"""How readings begin that are of some rows."""
+
+
 def unexplained(
     emulator: Emulator,
     model: Model,
@@ -114,7 +118,8 @@ def unexplained(
         worst = min(shows, key=lambda t: (t == "small", simplicity(t)))  # there it may round to 0
         left, times = bad[worst].left, much[worst]
         gross = frozenset(t for t in bad if much[t] > min(3.0, 0.5 * times))
-        right = frozenset(t for t, name in every if name == tensor and t not in bad)
+        right = frozenset(t for t, name in every if name == tensor and t not in bad
+                          and (t, name) not in emulator.nonfinite)  # fmt: skip
         only = common
         for some in (frozenset(bad), gross):  # a little is off where something else is
             calls = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
@@ -145,7 +150,10 @@ def unexplained(
                 cause = "other-data"  # of dQ nothing is summed over a group
         found.append(Place(tensor, worst, text, cause, left, times, alone, read, frozenset(bad)))
     if (broken := not_finite(emulator)) is not None:
-        found.append(Place(*broken, 1.0, WORST, was_read=True))
+        every_call = sum(name == broken[0] for _, name in emulator.observed)
+        often = 2 * sum(name == broken[0] for _, name in emulator.nonfinite) > every_call
+        # before what the few other calls say, where most are not finite
+        found.insert(0 if often else len(found), Place(*broken, 1.0, WORST, was_read=True))
     largest = max((p.times for p in found), default=0.0)
     found = _by_what_is_explained(emulator, found, every, usual)
     return sorted(found, key=lambda p: (
@@ -241,8 +249,9 @@ def _told(
     trial, observed = emulator.trials[worst], emulator.observed[worst, tensor]
     for text, key in _by_numbers(emulator, trial, tensor, gross=gross):
         if key:
-            # at sizes alone it is these that are handled wrongly
+            # some rows, at sizes alone: it is these that are handled wrongly
             sized = (key, tensor, only[1]) == ("other-data", "out", "ragged")
+            sized = sized and text.startswith(_SOME)
             return text, "ragged" if sized else key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
     if gross:

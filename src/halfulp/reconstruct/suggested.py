@@ -5,8 +5,9 @@ features or rows are others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import permutations
 from statistics import median
 from typing import NamedTuple
 
@@ -258,13 +259,11 @@ def _of_one_pair(run: Run, trial: Trial) -> bool:
 def exchanged(observed: Observed) -> tuple[str, str]:
     """Features, rows or heads that are others of the exact result's, or all in another layout."""
     got, exact = observed.value, observed.exact
-    if exact.shape[1] > 1:
-        size = float(got.norm() * exact.norm()) or 1.0
-        b, h, n, d = exact.shape
-        for other in (exact.transpose(1, 2).reshape(b, h, n, d),
-                      exact.reshape(b, n, h, d).transpose(1, 2)):  # fmt: skip
-            if float((got * other).sum()) > ALIKE * size > float((got * exact).sum()):
-                return "[B, N, H, D] is stored as [B, H, N, D], or the other way round", "layout"
+    size = float(got.norm() * exact.norm()) or 1.0
+    if float((got * exact).sum()) < ALIKE * size:
+        for names, stored in _stored_otherwise(exact):
+            if float((got * stored).sum()) > ALIKE * size:
+                return f"{names[0]} is stored as {names[1]}, or the other way round", "layout"
     ways: tuple[tuple[str, str, Callable[[Tensor], Tensor]], ...] = (
         ("features", "layout", lambda x: x.flatten(0, -2)),
         ("rows", "layout", lambda x: x.mT.flatten(0, -2)),
@@ -290,6 +289,19 @@ def exchanged(observed: Observed) -> tuple[str, str]:
             others = ranges(at[moved].sort().values)
             return f"{name} {ranges(moved)}{told} are those of {others}", cause
     return "", ""
+
+
+def _stored_otherwise(x: Tensor) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """A result `[B, H, N, D]` whose numbers lie in another order of dimensions, and are read in the
+    right one, or the other way round; with the names of both orders.
+    """
+    names = "BHND"
+    for dims in permutations((1, 2, 3)):
+        if list(dims) != sorted(dims):
+            told = f"[{', '.join(names[i] for i in (0, *dims))}]", "[B, H, N, D]"
+            sizes = [x.shape[i] for i in (0, *dims)]
+            yield told, x.permute(0, *dims).reshape(x.shape)
+            yield told, x.reshape(sizes).permute([0, *(1 + dims.index(i) for i in (1, 2, 3))])
 
 
 class Fitted(NamedTuple):

@@ -175,7 +175,8 @@ def _finite_masks() -> Iterator[Twist]:
                 return None
             return _with(trial, sees=Sees(mask=torch.where(hidden, number, added.float())))
 
-        yield Twist(f"hidden{number:g}", f"hidden pairs get {number:g}", "mask-finite", turn)
+        yield Twist(f"hidden{number:g}", f"hidden pairs get {number:g}", "mask-finite", turn,
+                    number=number)  # fmt: skip
 
 
 def scales() -> Iterator[Twist]:

@@ -310,6 +310,8 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
     for name, coordinate, cause in simple:
         values = _told_by(coordinate, marked, possible)
         if values is not None:
+            if cause == "key-tail" and masked == "mask" and bool((values.diff() > 1).any()):
+                cause = masked  # keys here and there
             if cause == "key-tail" and _by_turns(values):
                 cause = "split-merge"  # parts that take keys by turns, and do not come together
             if name.endswith("query") and not masked and int((values.diff() > 1).sum()) > 1:
@@ -348,6 +350,8 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
             places = [f"({int(x) // marked.shape[1]}, {int(x) % marked.shape[1]})" for x in heads]
             told = f"pairs with {name} {ranges(some)} in heads {', '.join(places[:4])}"
             few = len(heads) < marked.shape[0] * marked.shape[1]
+            if cause == "key-tail" and masked == "mask" and bool((some.diff() > 1).any()):
+                cause = masked
             return _Pattern(told, "other-data" if few else cause)
     rows, keys = (torch.unique(c[marked]) for c in (i, j))
     share = float(marked.sum()) / max(1.0, float(possible.sum()))
