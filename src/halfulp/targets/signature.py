@@ -60,8 +60,9 @@ class Signature:
     def of(cls, function: Callable[..., Any], name: str, form: Form) -> Signature:
         """Read a function's signature, beside what its form says.
 
-        A function of any keywords (**kwargs), or of none that Python can see, takes all options
-        under our names but those that it spells otherwise.
+        A function of any keywords (**kwargs), or of none that Python can see, takes `is_causal`,
+        `scale`, `attn_mask` and `enable_gqa` under these names unless it spells them otherwise;
+        other options, which **kwargs may swallow, where it spells them.
 
         Raises:
             ValueError: it takes fewer tensors than its form has.
