@@ -38,7 +38,8 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
         return replace(cause, cause=CAUSES["key-heads"], text=f"{cause.text}, {region.text}")
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
     silent = _see_nothing(emulator, cause) or _begin_late(emulator, cause)
-    silent = silent or is_zero(emulator.observed[cause.trial, cause.tensor])
+    shows = emulator.observed.get((cause.trial, cause.tensor))  # None of what was merely told
+    silent = silent or (shows is not None and is_zero(shows))
     hide = _HIDE | {"unwritten"} if silent else _HIDE
     hides = {cause.cause.key, region.cause} <= hide
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
