@@ -9,7 +9,7 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 53), ("operations", 14))
+    for of, last in (("attention", 56), ("operations", 14))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth",
                  "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth",
@@ -20,7 +20,8 @@ SETS = tuple(
                  "thirtyseventh", "thirtyeighth", "thirtyninth", "fortieth", "fortyfirst",
                  "fortysecond", "fortythird", "fortyfourth", "fortyfifth", "fortysixth",
                  "fortyseventh", "fortyeighth", "fortyninth", "fiftieth", "fiftyfirst",
-                 "fiftysecond", "fiftythird")[:last]
+                 "fiftysecond", "fiftythird",
+                 "fiftyfourth", "fiftyfifth", "fiftysixth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 

@@ -17,6 +17,7 @@ from halfulp.reconstruct.weights_read import backward_weights, compared, forward
 
 COLUMNS = 8  # that are taken for alike: fewer than any tile has
 ALIKE = 0.05  # of a squared error, that weights of columns which have the same may differ by
+MOST = 0.9  # of the rows, in which a key is lost that is left out
 _LOST = {"key-tail", "query-tail", "grad-tail"}
 LEFT = 0.5  # of an error that weights as they were read may leave
 
@@ -46,8 +47,10 @@ def of_columns(run: Run, trial: Trial, total: float, *, backward: bool) -> Read 
         return Read(f"{where} are 0", "unwritten")
     own = compared(trial, each[worst], backward=backward)
     told = f"{where} have weights of their own: {own.text}"
-    if own.cause in _LOST and int(columns[0]) == len(mine) * COLUMNS - len(columns):
-        return Read(told, "ragged")  # keys that narrower heads have are no matter of the keys
+    gone = ((each[worst] == 0) & (exact != 0)).double().mean((0, 1, 2))
+    last = int(columns[0]) == len(mine) * COLUMNS - len(columns)
+    if own.cause in _LOST and last and float(gone[-1]) < MOST:
+        return Read(told, "ragged")  # narrower heads have these keys, which lie at no end
     # what goes with the size of weights alone would be rounding, which no column has of its own
     return Read(told, "layout" if own.by_size or not own.cause else own.cause)
 

@@ -120,15 +120,7 @@ def unexplained(
         gross = frozenset(t for t in bad if much[t] > min(3.0, 0.5 * times))
         right = frozenset(t for t, name in every if name == tensor and t not in bad
                           and (t, name) not in emulator.nonfinite)  # fmt: skip
-        only = common
-        for some in (frozenset(bad), gross):  # a little is off where something else is
-            calls = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
-                     for ts in (some, right))  # fmt: skip
-            if not only[0]:
-                only = call_kinds.condition(*calls)
-                only = only if holds(emulator, model, only[0], some) else ("", "")
-        if only[1] == "key-heads" and _but_in_the_first(emulator, tensor, frozenset(bad)):
-            only = f"{only[0]}, in sequences after the first", "other-data"
+        only = _only(emulator, model, tensor, (frozenset(bad), gross), right, common)
         text, cause, alone, read = _told(
             emulator,
             model,
@@ -161,6 +153,29 @@ def unexplained(
         # what is known of one gradient says more than what is not known of another
         p.tensor in GRADIENTS and p.cause.endswith("unexplained"),
         list(SHORT).index(p.tensor)))  # fmt: skip
+
+
+def _only(
+    emulator: Emulator,
+    model: Model,
+    tensor: str,
+    bad: tuple[frozenset[str], frozenset[str]],
+    right: frozenset[str],
+    common: tuple[str, str],
+) -> tuple[str, str]:
+    """What all the calls that are wrong, or those that are so by much, are and right ones are not:
+    in words, and the cause that stands for it.
+    """
+    only = common
+    for some in bad:  # a little is off where something else is
+        calls = ([emulator.trials[t] for t in sorted(ts) if not t.startswith("probe ")]
+                 for ts in (some, right))  # fmt: skip
+        if not only[0]:
+            only = call_kinds.condition(*calls)
+            only = only if holds(emulator, model, only[0], some) else ("", "")
+    if only[1] == "key-heads" and _but_in_the_first(emulator, tensor, bad[0]):
+        return f"{only[0]}, in sequences after the first", "other-data"
+    return only
 
 
 def _but_in_the_first(emulator: Emulator, tensor: str, bad: frozenset[str]) -> bool:

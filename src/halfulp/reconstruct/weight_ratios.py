@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfulp.calls import Call
 from halfulp.formats import BF16, FP16
-from halfulp.reconstruct.elements_read import by_number
+from halfulp.reconstruct.elements_read import by_number, exchanged_features
 from halfulp.reconstruct.exact import centered, rms, scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
@@ -32,7 +32,6 @@ from halfulp.reconstruct.scaled_keys import scaled_keys
 SHARE = 0.85  # of the ratios' variance that a pattern must explain
 SLOPED = 0.01  # of it that a slope may leave: one factor for each of few blocks leaves more
 OTHER = 0.5  # of an operand's size: from there on it is no coarser one, but another
-PLACED = 0.9  # the cosine of a feature with the one that it is; and a share of features
 SOME = 24  # rows that a linear fit is tried on
 _WIDTHS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
@@ -314,7 +313,7 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
             size = float(moved.square().sum())
             # no format, and no factor of a row, makes another operand so unlike
             if size > OTHER**2 * float(own.square().sum()):
-                if not few and (exchanged := _exchanged_features(moved + own, own)):
+                if not few and (exchanged := exchanged_features(moved + own, own)):
                     return Read(exchanged, "layout")
                 if float(along.sum()) < size / 2:
                     if not few and by_number(moved + own, own):
@@ -326,19 +325,6 @@ def _of_operands(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
                     return Read(f"scores are {told}", "scale")
             return Read(another, "operand")
     return None
-
-
-def _exchanged_features(read: Tensor, own: Tensor) -> str:
-    """Which features of an operand, `[rows, D]`, stand where others should; empty where few do."""
-    alike = (own / own.norm(dim=0)).mT @ (read / read.norm(dim=0).clamp_min(1e-300))
-    best, at = alike.max(0)
-    moved = (best > PLACED) & (at != torch.arange(len(at)))
-    there = (best > PLACED) | (read.norm(dim=0) < (1 - PLACED) * own.norm(dim=0))
-    if 2 * int(moved.sum()) < len(at) or float(there.double().mean()) < PLACED:
-        return ""
-    where = moved.nonzero().flatten()
-    told = f"features {ranges(where)} of Q, or of K, are those of {ranges(at[where].sort().values)}"
-    return f"{told}: {int(where[0])} is {int(at[where[0]])}"
 
 
 def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tensor) -> Read | None:
