@@ -20,6 +20,7 @@ _FORMULAS = {"causal-mask": _FACTORS, "key-heads": _FACTORS,
 """What is no matter of the calls that alone have it: no mask or tail multiplies a scale, and
 no size is why a sum is not rescaled."""
 _HIDE = {"causal-mask", "window", "mask"}
+_LEFT_OUT = "tiles-skipped"  # keys, which a mask hides where it alone shows that
 _OF_SOME_KEYS = ("unnormalized-first", "unnormalized-last")
 """How keys of twists begin that divide by the row sum of some keys alone."""
 _LOST = "scale-gone", "slip-Slip(stage='product', mistake='gone'"
@@ -41,6 +42,7 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     shows = emulator.observed.get((cause.trial, cause.tensor))  # None of what was merely told
     silent = silent or (shows is not None and is_zero(shows))
     hide = _HIDE | {"unwritten"} if silent else _HIDE
+    hide = hide | {_LEFT_OUT} if region.cause == "mask" else hide
     hides = {cause.cause.key, region.cause} <= hide
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
         return cause

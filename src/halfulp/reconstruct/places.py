@@ -15,7 +15,7 @@ from halfulp.reconstruct.call_asked import GROUPED, holds
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
-from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits
+from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits, Observed
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import (
@@ -37,6 +37,8 @@ FAR = 20.0  # times the model's error: no rounding
 MINOR = 2.0  # times it: what is gross elsewhere is said first
 HALF = 0.5  # of an error: what is more is not explained
 LARGE = 0.25  # of a result: an error that no rounding makes
+ALONG = 0.999  # the cosine of a row of O with what it should be, which a factor leaves
+APART = 0.05  # logarithms of such factors, within a head: what all rows share is no sum of theirs
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 
 _OF_P = {"lse", "lse-other", "backward-scores", "weights-disagree"}
@@ -269,7 +271,7 @@ def _told(
             sized = sized and text.startswith(_SOME)
             return text, "ragged" if sized else key, False, True
     in_values = [Read(p.text, p.cause) for p in found if p.tensor == "grad_value" and p.was_read]
-    if gross:
+    if gross and not (tensor == "out" and _row_sums(observed)):
         others = reads_others(emulator.run, trial, tensor, observed)
         if others and tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
             own = result_read(emulator, model, trial, tensor, in_values)
@@ -314,6 +316,19 @@ def _told(
             cause = key
     alone = special in ("", cause) and bool(told)
     return "; ".join(parts) or "spread over all rows and heads", cause, alone, False
+
+
+def _row_sums(observed: Observed) -> bool:
+    """Whether rows of O are what they should be but for a factor, another in each: whatever their
+    sums follow, what they are divided by is what is wrong.
+    """
+    got, exact = (torch.where(observed.usable, x, 0.0) for x in (observed.value, observed.exact))
+    sizes = got.norm(dim=-1), exact.norm(dim=-1)
+    some = (sizes[0] > 0) & (sizes[1] > 0)
+    along = (got * exact).sum(-1)[some] / (sizes[0] * sizes[1])[some]
+    factor = torch.where(some, sizes[0] / sizes[1].clamp_min(1e-300), 1.0).clamp_min(1e-300).log()
+    alike = len(along) > 0 and float((along > ALONG).double().mean()) > CONCENTRATED
+    return alike and float((factor - factor.mean(-1, keepdim=True)).square().mean()) > APART**2
 
 
 def _stands(special: str, read: Read, trial: Trial, tensor: str, *, gross: bool) -> bool:

@@ -109,13 +109,13 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
     return replace(cause, cause=CAUSES[key], text=f"{cause.text}: all but 0, and not 0")
 
 
-_MORE = {"unwritten": {"layout", "non-finite"}, "key-tail": {"other-data"}}
+_MORE = {"unwritten": {"layout", "non-finite", "key-tail"}, "key-tail": {"other-data"}}
 """What says more of a result, where it was read, than that numbers are missing."""
 
 
 def _more_elsewhere(cause: Named, places: Sequence[Place]) -> bool:
     """Whether what is 0 in some calls is moved in others, which ends past what was written, or is
-    no number there; or keys that are left out have others in their place.
+    no number there, or lacks keys; or keys that are left out have others in their place.
     """
     of = {p.cause for p in places if p.tensor == cause.tensor and p.was_read}
     return bool(of & _MORE.get(cause.cause.key, set()))

@@ -174,7 +174,9 @@ def leaves_out(run: Run, trial: Trial) -> bool:
     exact = weights_of(trial.call, scores_of(trial.call))
     lost = (read == 0) & (exact > VISIBLE)
     some = lost.any(-1) & (read != 0).any(-1)
-    return bool(some.double().mean() > 0.5)
+    # what no row has was not chosen by any
+    chosen = lost & ~(lost | (exact <= VISIBLE)).all(-2, keepdim=True)
+    return bool(some.double().mean() > 0.5) and bool(2 * chosen.sum() > lost.sum())
 
 
 def _of_some(extra: Tensor) -> bool:
