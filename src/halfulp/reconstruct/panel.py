@@ -165,13 +165,17 @@ def _apart(g: torch.Generator) -> dict[str, Any]:
 
 
 def _unequal(small: str, large: str, g: torch.Generator) -> dict[str, Any]:
-    """Scores as always, of an operand whose numbers float16 has no digits for and one that is
-    larger.
+    """Scores as always, of an operand whose numbers float16 has six digits for, and another that is
+    so large that it just holds it, with the scale as well.
     """
     x = _operands(g, (1, 2, 2), (96, 96), (64, 64))
-    x[small] *= 2.0**-20
-    x[large] *= 2.0**10
-    return x | {"scale": 2.0**7}  # 2¹⁰ / √D
+    sign = torch.where(
+        torch.rand(64, generator=g) > 0.5, 1.0, -1.0
+    )  # or no score would be so large
+    each = torch.randn(1, 2, 96, 1, generator=g)
+    x[small] = x[small].abs() * sign * 2.0**-18
+    x[large] = (1 + 0.3 * x[large]) * each * sign * 3000.0
+    return x | {"scale": 2.0}
 
 
 def _zeros(g: torch.Generator) -> dict[str, Any]:
@@ -336,14 +340,14 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "widest": ("D = 256", _of((1, 2, 2), (70, 70), (256, 256))),
     "strided": ("[B, N, H, D] in memory", _strided),
     "features_apart": ("every second element in memory a feature", _apart),
-    "small_queries": ("queries around 2⁻²⁰, keys around 2¹⁰", partial(_unequal, "query", "key")),
-    "small_keys": ("keys around 2⁻²⁰, queries around 2¹⁰", partial(_unequal, "key", "query")),
+    "small_queries": ("queries around 2⁻¹⁸, keys around 3000", partial(_unequal, "query", "key")),
+    "small_keys": ("keys around 2⁻¹⁸, queries around 3000", partial(_unequal, "key", "query")),
     "strided_operands": ("[B, N, H, D] in memory, but for dO", _strided_operands),
 }  # fmt: skip
 
 
-_BEYOND_HALF = ("small_queries", "small_keys")
-"""Whose gradients float16 does not hold."""
+_OF_WIDER = ("small_queries", "small_keys")
+"""What float16 itself has too few digits for."""
 
 _SIMPLE = ("plain", "causal", "wide", "scaled", "ragged", "ragged_causal", "cross", "rising",
            "sharp", "grouped", "masked", "biased", "softcap", "window", "sinks", "small", "deep",
@@ -361,7 +365,7 @@ def panel(dtype: torch.dtype, seed: int = 0, *, rarer: bool = False) -> tuple[Tr
     like them have.
     """
     draws = _RARER if rarer else _DRAWS
-    left = _BEYOND_HALF if dtype == torch.float16 else ()
+    left = _OF_WIDER if dtype == torch.float16 else ()
     return tuple(_trial(name, about, draw, dtype, seed)
                  for name, (about, draw) in draws.items() if name not in left)  # fmt: skip
 
