@@ -12,15 +12,22 @@ import torch
 from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import EVERYTHING, Result, Sees
 from halfulp.reconstruct import reconstruct
+from halfulp.reconstruct.call_causes import of_calls
+from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.elements_read import by_number
+from halfulp.reconstruct.emulating import Emulator
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.exponential_read import exponential_of
 from halfulp.reconstruct.floor_read import OVERFLOW, floor_of, leaks
 from halfulp.reconstruct.keys_read import in_their_place
+from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.panel import panel
+from halfulp.reconstruct.places import Place, _row_sums
+from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.suggested import exchanged
-from halfulp.reconstruct.weights_read import compared
+from halfulp.reconstruct.upheld import holds
+from halfulp.reconstruct.weights_read import compared, leaves_out
 from tests.reconstruct.exact_kernel import right
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
@@ -224,3 +231,76 @@ def test_bits_read_as_another_formats_are_an_operand():
     found = reconstruct(kernel, dtype="bfloat16")
     told = [n.cause.key for n in found.causes] + [p.cause for p in found.places]
     assert told[0] == "operand", found.sentence
+
+
+# --- which of two readings says more
+
+
+def test_keys_that_no_row_has_were_not_chosen_by_other_rows():
+    trial = TRIALS["plain"]
+
+    def first_chunk(asked):
+        read = torch.arange(192) % 64
+        parts = {name: getattr(asked.call, name)[:, :, read] for name in ("query", "key", "value")}
+        return right(replace(asked, call=replace(asked.call, **parts)))
+
+    def chosen(asked):
+        """Of each row the half of the keys that its neighbor weighs most."""
+        scores = scores_of(asked.call)
+        most = scores.roll(1, -2).topk(96).indices
+        seen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, most, True)
+        return weighed(asked, scores.masked_fill(~seen, -math.inf).softmax(-1))
+
+    assert leaves_out(chosen, trial)
+    assert not leaves_out(first_chunk, trial)
+
+
+@pytest.mark.parametrize(
+    ("change", "sums"),
+    [
+        (lambda o: o * (1 + torch.arange(192.0) / 64)[:, None], True),  # of its own in each row
+        (lambda o: o * torch.tensor([0.5, 3.0]).view(1, 2, 1, 1), False),  # a head's, as scales are
+        (lambda o: o.roll(1, 1), False),
+    ],
+)
+def test_rows_with_a_factor_of_their_own_are_row_sums(change, sums):
+    exact = normal(1, 2, 192, 64).double()
+    assert _row_sums(Observed.of(change(exact), exact)) == sums
+
+
+@pytest.mark.parametrize(("harm", "kept"), [(600.0, True), (4.0, False)])
+def test_a_little_that_is_wrong_in_o_makes_nothing_gross_of_a_gradient(harm, kept):
+    cause = Named(CAUSES["operand"], "", harm, "grad_key", "plain", 1.0, function=True)
+    little = Place("out", "wide", "", "weights", 0.5, 1.9, was_read=True)
+    assert holds(cause, [little], known=True) == kept
+    much = replace(little, times=600.0)
+    assert not holds(cause, [much], known=True)
+
+
+@pytest.mark.parametrize(
+    ("region", "told"), [("mask", "mask"), ("ragged", "tiles-skipped"), ("causal-mask", None)]
+)
+def test_keys_left_out_under_masks_alone_are_the_masks(region, told):
+    cause = Named(CAUSES["tiles-skipped"], "keys are left out", 900.0, "out", "masked", 1.0,
+                  function=True)  # fmt: skip
+    calls = Region(f"in calls {region} alone", {}, cause=region)
+    made = of_calls(cause, calls, Emulator({TRIALS["masked"]: right(TRIALS["masked"])}, right))
+    assert made.cause.key == (told or "tiles-skipped")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_small_operands_beside_large_ones_are_held_by_every_format(dtype):
+    trials = {t.name: t for t in panel(dtype, rarer=True)}
+    for name in ("small_queries", "small_keys"):
+        assert (name in trials) == (dtype != torch.float16)
+        if name in trials:
+            call = trials[name].call
+            scores = scores_of(call)
+            assert 1 < float(scores.std()) < 10  # softmax has something to tell apart
+            for x in (call.query, call.key):
+                assert bool((x.double() * call.scale).half().isfinite().all())
+            small = call.query if name == "small_queries" else call.key
+            lost = (small.half().double() - small.double()).norm() / small.double().norm()
+            assert lost > 2.0**-9 > 0.0
+            made = right(trials[name])
+            assert all(bool(x.half().isfinite().all()) for x in (made.grad_query, made.grad_key))
