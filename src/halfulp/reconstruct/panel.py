@@ -222,9 +222,9 @@ def _biased_cross(g: torch.Generator) -> dict[str, Any]:
     return x | {"sees": Sees(mask=torch.randn(2, 2, 66, 90, generator=g))}
 
 
-def _padded_keys(rows: int, g: torch.Generator) -> dict[str, Any]:
+def _padded_keys(last: int, rows: int, g: torch.Generator) -> dict[str, Any]:
     """A mask of each sequence that hides what is past its length, of so many rows."""
-    x, lengths = _operands(g, (3, 2, 2), (70, 70), (32, 32)), torch.tensor([70, 41, 13])
+    x, lengths = _operands(g, (3, 2, 2), (70, 70), (32, 32)), torch.tensor([70, 41, last])
     mask = (torch.arange(70) < lengths.view(-1, 1, 1, 1)).expand(-1, -1, rows, -1)
     return x | {"sees": Sees(mask=mask.contiguous())}
 
@@ -296,8 +296,9 @@ _RARER: dict[str, tuple[str, Draw]] = {
                       _given((2, 2, 2), 93, additive=False)),
     "biased_grouped": ("70 tokens, an additive mask for each sequence, 4 heads on 2",
                        _given((2, 4, 2), 70, additive=True)),
-    "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", partial(_padded_keys, 70)),
-    "padded_rows": ("the same, by a mask of one row for all queries", partial(_padded_keys, 1)),
+    "padded_keys": ("3 sequences of 70, 41 and 13 keys, by a mask", partial(_padded_keys, 13, 70)),
+    "padded_rows": ("3 sequences of 70, 41 and no keys, by a mask of one row for all queries",
+                    partial(_padded_keys, 0, 1)),
     "hidden_peaks": ("what a mask hides scores 200 above the rest", partial(_hidden_peaks, 200.0)),
     "biased_cross": ("66 queries, 90 keys, an additive mask for each head", _biased_cross),
     "other_widths": ("D = 80, of values 48", _of((1, 3, 3), (66, 130), (80, 48))),
@@ -335,6 +336,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "sinks_biased": ("an additive mask and a sink for each head, scores capped at 4",
                      _both(softcap=4.0, sinks=torch.tensor([2.0, 0.0]))),
     "causal_biased": ("causal, an additive mask for each head", _both(causal=True)),
+    "causal_masked": ("causal, a boolean mask for all heads", _both(additive=False, causal=True)),
     "four_key_heads": ("8 heads on 4 key heads", _of((2, 8, 4), (40, 40), (32, 32))),
     "one_key_head": ("4 heads on 1 key head", _of((2, 4, 1), (48, 72), (32, 32))),
     "widest": ("D = 256", _of((1, 2, 2), (70, 70), (256, 256))),

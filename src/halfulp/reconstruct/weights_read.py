@@ -115,6 +115,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     if float((read[exact > VISIBLE] < -VISIBLE).double().mean()) > NEGATIVE:
         told = "weights are below 0, as no exponential is"
         return Read(told, "backward-weights" if backward else "exponential")
+    moved = not _of_own_scores(call, read, extra)
     small = _small(call, exact, lost)
     if small is not None:
         return Read(small[0], in_backward(small[1]) if backward else small[1])
@@ -132,6 +133,10 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 rest = exact[possible & ~marked]
                 less = bool(len(rest)) and bool(2 * exact[marked].median() < rest.median())
                 cause = "weights" if less else cause or "key-tail"
+            if cause == "causal-mask" and call.sees.mask is None and _as_many(lost, extra):
+                told, cause = f"{told}, and as many hidden ones do in each row", "other-data"
+            if moved and cause == hides(call):
+                told, cause = f"{told}, and hidden ones weigh as no keys of theirs do", "other-data"
             by_key = cause in ("key-tail", "split-merge")
             if by_key and (instead := in_their_place(read, exact, marked)):
                 return Read(f"{pattern} {told}: {instead}", "other-data")
@@ -142,7 +147,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
                 cause = hides(call) if _of_some(extra) else "masked-row"
             elif marked is extra and (theirs := others_weigh(read, exact, extra)):
                 told, cause = f"{told}, {theirs}", "other-data"
-            elif marked is extra and not _of_own_scores(call, read, extra):
+            elif marked is extra and moved:
                 told, cause = f"{told}, as no keys of theirs have", "other-data"
             elif marked is extra and (own := hides(call)):
                 cause = own  # what is hidden is a matter of what hides it
@@ -184,6 +189,11 @@ def _of_some(extra: Tensor) -> bool:
     rows = extra[extra.any(-1)]
     until = rows.flip(-1).cummax(-1).values.flip(-1)  # up to the last that has some
     return bool((rows.sum(-1) < until.sum(-1) / 2).all())
+
+
+def _as_many(lost: Tensor, extra: Tensor) -> bool:
+    """Whether rows see as many keys as they should, and others: keys stand in another order."""
+    return bool(extra.any()) and bool((lost.sum(-1) == extra.sum(-1)).all())
 
 
 def _of_own_scores(call: Call, read: Tensor, extra: Tensor) -> bool:
