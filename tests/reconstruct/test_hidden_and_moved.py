@@ -11,14 +11,16 @@ import torch
 
 from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import EVERYTHING, Result, Sees
+from halfulp.recipes import BF16_FLASH2
 from halfulp.reconstruct import reconstruct
 from halfulp.reconstruct.call_causes import of_calls
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.elements_read import by_number
-from halfulp.reconstruct.emulating import Emulator
+from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.exponential_read import exponential_of
+from halfulp.reconstruct.first_said import _with_silent_rows
 from halfulp.reconstruct.floor_read import OVERFLOW, floor_of, leaks
 from halfulp.reconstruct.keys_read import in_their_place
 from halfulp.reconstruct.naming import Named
@@ -26,9 +28,11 @@ from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.places import Place, _row_sums
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.suggested import exchanged
+from halfulp.reconstruct.twists import masks
 from halfulp.reconstruct.upheld import holds
 from halfulp.reconstruct.weights_read import compared, leaves_out
 from tests.reconstruct.exact_kernel import right
+from tests.reconstruct.test_first_said import known_to_be
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
 
@@ -193,6 +197,21 @@ def test_rows_that_see_everything_are_told_from_a_number_that_hides_too_little(r
 
     found = reconstruct(kernel, dtype="bfloat16")
     assert found.causes[0].cause.key == cause, found.sentence
+
+
+@pytest.mark.parametrize(("trial", "cause"), [("masked", "mask"), ("deep", "mask-finite")])
+def test_what_hides_the_future_is_no_masks(trial, cause):
+    """Rows that see nothing see everything under masks; a number was found to hide the future."""
+    start = Model.of(BF16_FLASH2)
+    number = next(t for t in masks() if t.number == -100.0)
+    model = replace(start, forward=replace(start.forward, twists=(number,)))
+    named = Named(CAUSES["mask-finite"], "hidden pairs get -100", 80.0, "out", trial, 1.0,
+                  function=True, twists=(number.key,))  # fmt: skip
+    found = replace(known_to_be(()), model=model, causes=(named,))
+    asked = Emulator({TRIALS[trial]: silent_rows_see(TRIALS[trial])}, silent_rows_see)
+    assert _with_silent_rows(found, asked).causes[0].cause.key == cause
+    refused = Emulator({TRIALS[trial]: silent_rows_see(TRIALS[trial])}, lambda _: None)
+    assert _with_silent_rows(found, refused).causes[0].cause.key == "mask-finite"
 
 
 def zeros_below(number, *, before_the_scale):

@@ -52,7 +52,7 @@ def first_said(
         over = products_overflow(emulator.run, DTYPES[found.dtype])
         found = _without_rows(found, *(("scores", OVERFLOW) if over else ("maximum", told)))
     else:
-        found = _with_floor(_with_exponential(found, emulator), emulator.run)
+        found = _with_floor(_with_exponential(found, emulator), emulator)
     found = _with_other_bits(_with_parts(found, emulator), emulator)
     return _with_unstable(found, emulator, moved)
 
@@ -91,23 +91,29 @@ def _no_weights(emulator: Emulator, trial: str) -> bool:
     return bool(zero[0].any()) and all(torch.equal(zero[0], one) for one in zero[1:])
 
 
-def _with_silent_rows(found: Reconstruction, run: Run) -> Reconstruction:
-    """Where a finite number would hide pairs, and yet hides them where these score farther above
-    the rest, or does not where they score less so: what is hidden altogether, a row or a key, is
-    not hidden.
+def _with_silent_rows(found: Reconstruction, emulator: Emulator) -> Reconstruction:
+    """Where a finite number would hide what a mask does, and yet hides it where it scores farther
+    above the rest, or does not where it scores less so: what is hidden altogether, a row or a key,
+    is not hidden.
     """
     dtype = DTYPES[found.dtype]
     numbers = [t.number for t in found.model.forward.twists if t.number is not None]
     number = min((abs(x) for x in numbers if abs(x) < LARGEST), default=0.0)
-    if not number or (leaks(run, dtype, 2 * LARGEST) and not leaks(run, dtype, number / 2)):
+    under = {n for n in found.causes
+             if n.cause.key == "mask-finite" and n.trial in emulator.trials
+             and emulator.trials[n.trial].call.sees.mask is not None}  # fmt: skip
+    if not number or not under:
+        return found
+    far, near = (leaks(emulator.run, dtype, above) for above in (2 * LARGEST, number / 2))
+    if far is None or (far and not near):
         return found
     told = "rows that are to see nothing see everything, or keys are seen that no row is to see"
     return replace(found, causes=tuple(
-        replace(n, cause=CAUSES["mask"], text=told) if n.cause.key == "mask-finite" else n
+        replace(n, cause=CAUSES["mask"], text=told) if n in under else n
         for n in found.causes))  # fmt: skip
 
 
-def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
+def _with_floor(found: Reconstruction, emulator: Emulator) -> Reconstruction:
     """Asked of scores further below 0 than any trial's, where nothing read says more than masks of
     finite numbers do.
     """
@@ -115,9 +121,9 @@ def _with_floor(found: Reconstruction, run: Run) -> Reconstruction:
     known = [n.cause.key for n in found.causes if n.function]
     if not {*read, *known} <= _OF_FLOORS:
         return found
-    told = floor_of(run, DTYPES[found.dtype])
+    told = floor_of(emulator.run, DTYPES[found.dtype])
     if told is None:
-        return _with_silent_rows(found, run)
+        return _with_silent_rows(found, emulator)
     if told.gone and _STATISTICS & {*read, *(n.cause.key for n in found.causes)}:
         return found
     first = Named(CAUSES[told.cause], told.text, math.inf, told.tensor, "", 1.0, located=True,
