@@ -18,7 +18,7 @@ from halfulp.reconstruct.weights_read import backward_weights, compared, forward
 COLUMNS = 8  # that are taken for alike: fewer than any tile has
 ALIKE = 0.05  # of a squared error, that weights of columns which have the same may differ by
 MOST = 0.9  # of the rows, in which a key is lost that is left out
-_LOST = {"key-tail", "query-tail", "grad-tail"}
+LOST = {"key-tail", "query-tail", "grad-tail"}  # keys or queries that are left out
 LEFT = 0.5  # of an error that weights as they were read may leave
 
 
@@ -49,7 +49,7 @@ def of_columns(run: Run, trial: Trial, total: float, *, backward: bool) -> Read 
     told = f"{where} have weights of their own: {own.text}"
     gone = ((each[worst] == 0) & (exact != 0)).double().mean((0, 1, 2))
     last = int(columns[0]) == len(mine) * COLUMNS - len(columns)
-    if own.cause in _LOST and last and float(gone[-1]) < MOST:
+    if own.cause in LOST and last and float(gone[-1]) < MOST:
         return Read(told, "ragged")  # narrower heads have these keys, which lie at no end
     # what goes with the size of weights alone would be rounding, which no column has of its own
     return Read(told, "layout" if own.by_size or not own.cause else own.cause)

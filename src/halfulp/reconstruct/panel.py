@@ -165,13 +165,12 @@ def _apart(g: torch.Generator) -> dict[str, Any]:
 
 
 def _unequal(small: str, large: str, g: torch.Generator) -> dict[str, Any]:
-    """Scores as always, of an operand whose numbers float16 has six digits for, and another that is
-    so large that it just holds it, with the scale as well.
+    """Scores as always, of an operand that float16 has about six bits for, and one so large that
+    float16 just holds it, times the scale as well.
     """
     x = _operands(g, (1, 2, 2), (96, 96), (64, 64))
-    sign = torch.where(
-        torch.rand(64, generator=g) > 0.5, 1.0, -1.0
-    )  # or no score would be so large
+    # of one sign in each feature: what adds up at random is no score
+    sign = torch.where(torch.rand(64, generator=g) > 0.5, 1.0, -1.0)
     each = torch.randn(1, 2, 96, 1, generator=g)
     x[small] = x[small].abs() * sign * 2.0**-18
     x[large] = (1 + 0.3 * x[large]) * each * sign * 3000.0

@@ -38,7 +38,7 @@ MINOR = 2.0  # times it: what is gross elsewhere is said first
 HALF = 0.5  # of an error: what is more is not explained
 LARGE = 0.25  # of a result: an error that no rounding makes
 ALONG = 0.999  # the cosine of a row of O with what it should be, which a factor leaves
-APART = 0.05  # logarithms of such factors, within a head: what all rows share is no sum of theirs
+SPREAD = 0.05  # logarithms of such factors, within a head: what all rows share is no sum of theirs
 CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 
 _OF_P = {"lse", "lse-other", "backward-scores", "weights-disagree"}
@@ -328,7 +328,7 @@ def _row_sums(observed: Observed) -> bool:
     along = (got * exact).sum(-1)[some] / (sizes[0] * sizes[1])[some]
     factor = torch.where(some, sizes[0] / sizes[1].clamp_min(1e-300), 1.0).clamp_min(1e-300).log()
     alike = len(along) > 0 and float((along > ALONG).double().mean()) > CONCENTRATED
-    return alike and float((factor - factor.mean(-1, keepdim=True)).square().mean()) > APART**2
+    return alike and float((factor - factor.mean(-1, keepdim=True)).square().mean()) > SPREAD**2
 
 
 def _stands(special: str, read: Read, trial: Trial, tensor: str, *, gross: bool) -> bool:

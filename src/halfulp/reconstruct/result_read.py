@@ -12,7 +12,7 @@ from torch import Tensor
 
 from halfulp.calls import Result
 from halfulp.reconstruct import space
-from halfulp.reconstruct.columns_read import of_columns
+from halfulp.reconstruct.columns_read import LOST, of_columns
 from halfulp.reconstruct.dataflow import OTHER, grad_scores
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
@@ -56,7 +56,6 @@ _UPSTREAM = {
     "grad-tail",
 }
 """Causes that weights as dV shows them tell, and that dS then has as well."""
-_LOST = {"key-tail", "query-tail", "grad-tail"}
 _DIVIDES = {"row-sum", "unnormalized", "weights-disagree"}
 _HIDDEN = {"window", "mask"}  # pairs that get no weight, which rows at an end have more of
 _BY_ROWS = {"row-sum", "unnormalized", "weights-disagree", "lse", "lse-other"}
@@ -135,7 +134,7 @@ def result_read(
         terms := from_terms(emulator.run, trial, tensor)):  # fmt: skip
         return Read(f"{read.text}; where all weights are alike O is off too, more so from {terms}"
                     " keys on: sums are rounded as they run", "row-sum")  # fmt: skip
-    if (elsewhere or read.cause in _LOST) and observed.relative > LARGE:
+    if (elsewhere or read.cause in LOST) and observed.relative > LARGE:
         # keys that get no weight may be those that are read through columns which are 0
         own = of_columns(emulator.run, trial, observed.total, backward=backward)
         if own is not None:
