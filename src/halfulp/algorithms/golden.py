@@ -16,6 +16,10 @@ from halfulp.calls import Call, Dropout, Gradients, Result, Sees
 # fp64 scores held at once: 512 KiB a matrix, so that all of them stay in a core's cache
 CHUNK_ELEMENTS = 2**16
 
+# rows at once where each sees other keys, since keys that none of them sees are left out: fewer
+# rows leave out more, and products of fewer are slower
+_ROWS = 64
+
 
 def golden(call: Call, grad_out: Tensor | None = None, grad_lse: Tensor | None = None) -> Result:
     """Attention of a call and, with `grad_out [B, H, N, D_v]`, the gradients of all its inputs;
@@ -81,7 +85,7 @@ def _own(call: Call) -> Iterator[slice]:
     need no copies then.
     """
     total = call.key.shape[0] * call.key.shape[1]
-    scores = call.groups * call.query.shape[2] * call.key.shape[2]
+    scores = call.groups * min(call.query.shape[2], _most_rows(call)) * call.key.shape[2]
     step = 1 if call.sees.mask is not None else max(1, CHUNK_ELEMENTS // max(1, scores))
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
@@ -91,12 +95,17 @@ def _blocks(call: Call) -> Iterator[tuple[slice, slice]]:
     n, n_k = call.query.shape[2], call.key.shape[2]
     least, greatest = call.bounds
     # whole rows, so that softmax is its definition, with no running maximum to rescale by
-    at_once = max(1, CHUNK_ELEMENTS // max(1, n_k * call.groups))
+    at_once = min(max(1, CHUNK_ELEMENTS // max(1, n_k * call.groups)), _most_rows(call))
     for start in range(0, n, at_once):
         rows = slice(start, min(start + at_once, n))
         stop = n_k if greatest is None else max(1, min(rows.stop + greatest, n_k))
         first = 0 if least is None else max(0, rows.start + least)
         yield rows, slice(min(first, stop - 1), stop)
+
+
+def _most_rows(call: Call) -> int:
+    """Rows of a block, at most."""
+    return call.query.shape[2] if call.bounds == (None, None) else _ROWS
 
 
 def _of_heads(mask: Tensor, call: Call, own: slice) -> Tensor:
