@@ -27,6 +27,9 @@ _LOST = "scale-gone", "slip-Slip(stage='product', mistake='gone'"
 """The same of scores that are as good as 0, or left out."""
 _PAIRED, _BATCH = "heads-", "heads-batch"
 """The same of those that pair query heads with other key heads, and of other sequences."""
+_KEYS = ("key", "value", "key_value")
+_OTHER_HEADS = tuple(f"slip-Slip(stage='{of}', mistake='head" for of in _KEYS)
+"""The same of some of them."""
 
 
 def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
@@ -34,7 +37,8 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     0 and have no gradient, as those are that see nothing, or that are 0 as their first keys are
     hidden; and a whole result that is 0.
     """
-    pairs = any(t.startswith(_PAIRED) and not t.startswith(_BATCH) for t in cause.twists)
+    pairs = any(t.startswith(_OTHER_HEADS) for t in cause.twists) or any(
+        t.startswith(_PAIRED) and not t.startswith(_BATCH) for t in cause.twists)  # fmt: skip
     if pairs and region.cause == "key-heads":  # right where each head has its own
         return replace(cause, cause=CAUSES["key-heads"], text=f"{cause.text}, {region.text}")
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}

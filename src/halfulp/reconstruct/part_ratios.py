@@ -4,6 +4,7 @@ power of its sum, the queries.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -11,12 +12,59 @@ from torch import Tensor
 
 from halfulp.algorithms.problem import LOG2_E
 from halfulp.calls import Call, Sees
-from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.exact import rms, scores_of
 
 EXPLAINED = 0.85  # of the factors' variance that what they go with must explain, and
 HALF = 0.5  # from row to row
 SOME = 24  # rows that are enough
+COARSEST = 2.0**-4  # of a number: what any format loses of it
+NEAR, OFTEN = 0.05, 5  # of a whole number, by which a count is off; more often nothing is counted
+FEW = 0.02  # of all parts that are counted otherwise
 LEFT = 0.05  # of what hidden pairs add to sums, that they may leave
+
+
+def of_parts(call: Call, factors: Tensor, width: int, log: Tensor, weight: Tensor
+) -> tuple[str, str]:  # fmt: skip
+    """What these logarithms of factors `[B, H, N, parts]` of `width` keys each go with, in words,
+    and the cause; `log` are those of the pairs, where `weight` is not 0.
+    """
+    blocks = factors.shape[-1]
+    tiles = width in (16, 32, 64, 128)
+    rounded = tiles and rms(log, weight) < COARSEST
+    if power := power_of_sums(call, factors, -(-log.shape[-1] // blocks)):
+        return f", as of sums to the power of {power:.3g}", "split-merge"
+    if rounded and (lse := format_of_lse(call, factors, blocks)):
+        return f", as rounding the lse of each to {lse} makes", "split-merge"
+    if parts := in_turn(factors):
+        return f", one for all that {parts} parts take in turn", "split-merge"
+    if often := _counted(factors, weight, width):
+        return f": some count {'twice' if often == 2 else f'{often} times'}", "split-merge"
+    if where_it_grows(call, factors, width):
+        told = "another where the maximum grows, and there alone"
+        return f", {told}: sums are rescaled by another factor", "rescale"
+    at = torch.arange(log.shape[-1]).div(width, rounding_mode="floor")
+    last = weight * (at == blocks - 1)  # which is not rescaled any more
+    if rounded and rms(log, last) > HALF * rms(log, weight):
+        return ", which is small, and the last has one as well: the maximum is rounded", "row-max"
+    if along_queries(call, factors):
+        return ", as if K had another vector added in each", "operand"
+    if rounded:
+        return ", which is small: sums are rescaled coarsely", "accumulator"
+    return "", "rescale" if tiles else "split-merge"
+
+
+def _counted(factors: Tensor, weight: Tensor, width: int) -> int:
+    """How often some parts count, beside others that do once, in every row that has several; 0
+    where this is no matter of counts.
+    """
+    seen = torch.stack([x.sum(-1) > 0 for x in torch.split(weight, width, -1)], -1)
+    least = torch.where(seen, factors, math.inf).amin(-1, keepdim=True)
+    times = (factors - least).exp()[seen & (seen.sum(-1, keepdim=True) > 1)]
+    whole = times.round()
+    if not len(times) or bool(((times / whole - 1).abs() > NEAR).any()):
+        return 0
+    more = whole[whole > 1]
+    return int(whole.max()) if len(more) > FEW * len(times) and int(whole.max()) < OFTEN else 0
 
 
 def format_of_lse(call: Call, factors: Tensor, blocks: int) -> str:

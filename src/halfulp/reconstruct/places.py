@@ -137,7 +137,9 @@ def unexplained(
             usual[worst, "out"].times < HARMFUL
         ) and emulator.observed[worst, tensor].relative > COARSEST:  # fmt: skip
             cause = "lse-other"  # O has the row sum right, and no format loses so much
-        if tensor in GRADIENTS and not any(p.tensor == "out" for p in found):
+        out = usual.get((worst, "out"))
+        forward = out is not None and out.times > FAR  # told by a cause, or by a place of its own
+        if tensor in GRADIENTS and not forward and not any(p.tensor == "out" for p in found):
             cause = IN_GRADIENTS.get(cause, cause)
             sound = every.get((worst, "grad_query"))
             if cause == "group-sum" and sound is not None and sound.left > share:
@@ -336,7 +338,8 @@ def _stands(special: str, read: Read, trial: Trial, tensor: str, *, gross: bool)
     than what was read.
     """
     told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
-    told_more |= {"scale"} if special == "ragged" else set()  # of some keys
+    # of some keys; and no size is why a sum is not rescaled
+    told_more |= {"scale", "rescale"} if special == "ragged" else set()
     # a sum that has other numbers than hidden ones is no matter of what hides them
     told_more |= {"unnormalized"} if special in ("causal-mask", "ragged") else set()
     # in grouped calls alone it is heads, of course; gradients say no more of it than sizes

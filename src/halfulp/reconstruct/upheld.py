@@ -11,6 +11,7 @@ from halfulp.reconstruct.call_causes import of_calls
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
+from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.naming import GROSS, PROVEN, Named
 from halfulp.reconstruct.panel import Trial, panel
 from halfulp.reconstruct.places import OF_CALLS, Place
@@ -22,6 +23,7 @@ AGAIN = 7919  # seed of the numbers that a cause must foretell
 FORETOLD = 0.5  # of what it explains
 FEW = 0.1  # of a result's numbers may be 0 where it is not
 TILE = 128  # rows, at most
+FAR = 20.0  # times its cap: less a score of so much all that is capped is as good as −∞
 MILD = 3.0  # times a model's error: no other function is so near
 ALL_BUT = 2.0**-6  # of a number: what is left where it is taken away from one that is rounded
 
@@ -59,8 +61,10 @@ def upheld(
     if region is not None and region.rows:
         causes = [_of_rows(n, region) for n in causes]
     if region is not None and region.cause in OF_CALLS:
-        read = {p.cause for p in places if p.was_read}  # and found by the search as well
-        causes = [n if n.cause.key in read else of_calls(n, region, emulator) for n in causes]
+        # and found by the search as well, of the same pass
+        read = {(p.cause, p.tensor in FORWARD) for p in places if p.was_read}
+        causes = [n if (n.cause.key, n.tensor in FORWARD) in read else of_calls(n, region, emulator)
+                  for n in causes]  # fmt: skip
     return causes
 
 
@@ -96,6 +100,10 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
     if cause.trial == "small" or cause.cause.key in STRUCTURE - {"unwritten"}:
         return cause  # what is small may round to 0; what is hidden may be all there is
     if (cause.function or cause.twists) and is_zero(observed):
+        if cause.tensor in FORWARD and _far_past_its_cap(cause.trial, emulator):
+            text = "all weights round to 0 where scores lie far past their cap, and there alone"
+            return replace(cause, cause=CAUSES["maximum"], text=f"{text}: the maximum is of those"
+                           " before it")  # fmt: skip
         return replace(cause, cause=CAUSES["unwritten"])
     if not cause.function or cause.cause.key != "unwritten":
         return cause
@@ -107,6 +115,15 @@ def _or_zero(cause: Named, emulator: Emulator, model: Model) -> Named:
         return cause
     key = "value-factor" if cause.tensor in FORWARD else "grad-scale"
     return replace(cause, cause=CAUSES[key], text=f"{cause.text}: all but 0, and not 0")
+
+
+def _far_past_its_cap(trial: str, emulator: Emulator) -> bool:
+    """Whether O is 0 where scores lie far past their cap, and in no other call with one."""
+    zero = [emulator.trials[name].call for (name, tensor), observed in emulator.observed.items()
+            if tensor == "out" and is_zero(observed)]  # fmt: skip
+    far = [float(scores_of(replace(x, softcap=0.0)).amax()) > FAR * x.softcap
+           for x in zero if x.softcap]  # fmt: skip
+    return bool(emulator.trials[trial].call.softcap) and all(far)
 
 
 _MORE = {"unwritten": {"layout", "non-finite", "key-tail"}, "key-tail": {"other-data"}}

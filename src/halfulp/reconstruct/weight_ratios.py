@@ -18,13 +18,11 @@ from halfulp.reconstruct.exact import centered, rms, scores_of
 from halfulp.reconstruct.operation_sums import running
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.part_ratios import (
-    along_queries,
-    format_of_lse,
+    COARSEST,
     hidden_counted,
     hides,
-    in_turn,
+    of_parts,
     power_of_sums,
-    where_it_grows,
 )
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.scaled_keys import scaled_keys
@@ -38,7 +36,6 @@ STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
 WHOLE, KEPT = 32, 0.1  # keys with a factor of more are a part that is merged otherwise
 HALF, MORE = 0.5, 1.1  # of the squares, that one number explains; times what one a row leaves
 ALONG = 0.5  # the cosine of factors with the row sums that they lack
-COARSEST = 2.0**-4  # of a number: what any format loses of it
 TWICE = 0.05  # of a factor of 2, that keys which are read twice may be off by
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
@@ -282,6 +279,8 @@ def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
         return None
     told = f"features {ranges(off.nonzero().flatten())} of {d} enter the scores"
     size = 1 + float(factor[off].mean())
+    if abs(size / call.scale - 1) < TWICE and abs(call.scale - 1) > ALONG:
+        return Read(f"{told} multiplied by the scale once more", "scale")
     return Read(f"{told} {size:.2g} × what they should", "ragged" if abs(size) < 0.1 else "operand")
 
 
@@ -332,57 +331,44 @@ def _of_groups(call: Call, rest: Tensor, weight: Tensor, noise: float, log: Tens
     n, n_key = rest.shape[-2:]
     b, h, i, j = (c.expand_as(rest) for c in coordinates(rest))
     head = b * rest.shape[1] + h
-    candidates: list[tuple[Tensor, str, str, int]] = []
+    total, chance = float(rest.square().sum()), noise**2 * float(weight.sum())
     if n >= FEW_ROWS:
+        factor, explained = _means(head * n_key + j, rest, weight)
+        if explained > SHARE * total:
+            factor = factor.view(-1, n_key).mean(0)
+            read = _unequal_parts(call, rest, weight) or _sloped(factor)
+            read = read or _few_keys(factor) or _blocks(factor)
+            return read or Read("the weights of each key are off by one factor", "operand")
         told = "the ratio of the weights to the exact ones is a function of key − query"
-        candidates += [
-            (head * n_key + j, "the weights of each key are off by one factor", "operand", 1),
-            (j - i + n, told, "mask", 1),
-            (head * (n + n_key) + j - i + n, f"{told}, another in each head", "mask", 1),
-        ]
-    row = head * n + i
+        for of, text in ((0, told), (head * (n + n_key), f"{told}, another in each head")):
+            if _means(of + j - i + n, rest, weight)[1] > SHARE * max(total - chance, total / 2):
+                return Read(text, "mask")
+    row, left = head * n + i, {}
     for width in sorted({*_WIDTHS, *(-(-n_key // parts) for parts in (2, 3, 4, 8))}, reverse=True):
         if width < n_key:
-            blocks = -(-n_key // width)
-            told = f"{blocks} parts of {width} keys have each a factor in a row"
-            cause = "rescale" if width in (16, 32, 64, 128) else "split-merge"
-            part = row * blocks + j.div(width, rounding_mode="floor")
-            candidates.append((part, told, cause, blocks))
-    total, chance = float(rest.square().sum()), noise**2 * float(weight.sum())
-    for coordinate, text, cause, blocks in candidates:
-        index = coordinate.flatten()
-        size = int(index.max()) + 1
-        sums = torch.zeros(size, dtype=torch.float64).index_add_(0, index, rest.flatten())
-        counts = torch.zeros(size, dtype=torch.float64).index_add_(0, index, weight.flatten())
-        explained = float((sums.square() / counts.clamp_min(1)).sum())
-        if explained > SHARE * max(total - (cause != "operand") * chance, total / 2):
-            if cause == "operand":
-                factor = (sums / counts.clamp_min(1)).view(-1, n_key).mean(0)
-                read = _unequal_parts(call, rest, weight) or _sloped(factor)
-                return read or _few_keys(factor) or _blocks(factor) or Read(text, cause)
-            if blocks == 1:
-                return Read(text, cause)
-            rounded = cause == "rescale" and rms(log, weight) < COARSEST
-            last = weight * (coordinate % blocks == blocks - 1)  # which is not rescaled any more
-            means = (sums / counts.clamp_min(1)).view(*rest.shape[:3], -1)
-            if power := power_of_sums(call, means, -(-n_key // blocks)):
-                return Read(f"{text}, as of sums to the power of {power:.3g}", "split-merge")
-            if rounded and (lse := format_of_lse(call, means, blocks)):
-                return Read(f"{text}, as rounding the lse of each to {lse} makes", "split-merge")
-            if parts := in_turn(means):
-                return Read(f"{text}, one for all that {parts} parts take in turn", "split-merge")
-            if rounded and where_it_grows(call, means, -(-n_key // blocks)):
-                return Read(f"{text}, another where the maximum grows, and there alone: sums are"
-                            " rescaled by another factor", "rescale")  # fmt: skip
-            if rounded and rms(log, last) > HALF * rms(log, weight):
-                return Read(f"{text}, which is small, and the last has one as well: the maximum is"
-                            " rounded", "row-max")  # fmt: skip
-            if along_queries(call, means):
-                return Read(f"{text}, as if K had another vector added in each", "operand")
-            if rounded:
-                return Read(f"{text}, which is small: sums are rescaled coarsely", "accumulator")
-            return Read(text, cause)
-    return None
+            part = row * -(-n_key // width) + j.div(width, rounding_mode="floor")
+            explained = _means(part, rest, weight)[1]
+            if explained > SHARE * max(total - chance, total / 2):
+                left[width] = total - explained
+    if not left:
+        return None
+    # the widest, unless one that is little narrower leaves far less
+    width = max(left)
+    narrower = min((x for x in left if 2 * x > width), key=left.__getitem__)
+    width = narrower if left[narrower] < HALF * left[width] else width
+    blocks = -(-n_key // width)
+    means, _ = _means(row * blocks + j.div(width, rounding_mode="floor"), rest, weight)
+    told, cause = of_parts(call, means.view(*rest.shape[:3], -1), width, log, weight)
+    return Read(f"{blocks} parts of {width} keys have each a factor in a row{told}", cause)
+
+
+def _means(where: Tensor, rest: Tensor, weight: Tensor) -> tuple[Tensor, float]:
+    """The mean of ratios at each value of a coordinate, and how much of their squares it is."""
+    index = where.flatten()
+    sums, counts = (torch.zeros(int(index.max()) + 1, dtype=torch.float64).index_add_(
+        0, index, x.flatten()) for x in (rest, weight))  # fmt: skip
+    means = sums / counts.clamp_min(1)
+    return means, float((sums * means).sum())
 
 
 def _unequal_parts(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
@@ -459,8 +445,10 @@ def _few_keys(ratio: Tensor) -> Read | None:
     where = off.nonzero().flatten()
     at_an_end = len(where) == int(where[-1] - where[0]) + 1 and (
         int(where[0]) == 0 or int(where[-1]) == len(ratio) - 1)  # fmt: skip
-    if not at_an_end and abs(factor - 2) < TWICE:  # as of a last block that is moved back
-        return Read(f"{told}: they are read twice", "other-data")
+    if not at_an_end and abs(factor - 2) < TWICE:
+        # once, as of a last block that is moved back; again and again, as where parts overlap
+        runs = 1 + int((where.diff() > 1).sum())
+        return Read(f"{told}: they are read twice", "other-data" if runs == 1 else "split-merge")
     if factor > 1 and len(where) == 1 and at_an_end:
         return Read(f"{told}: a copy of it stands beyond the end", "padding")
     if factor > KEPT and len(where) >= WHOLE:  # a part, and none that is left out
