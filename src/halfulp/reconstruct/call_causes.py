@@ -5,20 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from halfulp.reconstruct.causes import CAUSES
-from halfulp.reconstruct.emulating import FORWARD, Emulator
+from halfulp.reconstruct.dataflow import SLIGHT
+from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.naming import PROVEN, Named
-from halfulp.reconstruct.places import IN_GRADIENTS, OF_CALLS
+from halfulp.reconstruct.places import FORMULAS, IN_GRADIENTS, OF_CALLS
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.silent_read import is_zero
 
-_FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
-_FORMULAS = {"causal-mask": _FACTORS, "key-heads": _FACTORS,
-             "ragged": (_FACTORS | {"rescale"}) - {"lse-other"},
-             "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
-"""What is no matter of the calls that alone have it: no mask or tail multiplies a scale, and
-no size is why a sum is not rescaled."""
 _HIDE = {"causal-mask", "window", "mask"}
 _LEFT_OUT = "tiles-skipped"  # keys, which a mask hides where it alone shows that
 _OF_SOME_KEYS = ("unnormalized-first", "unnormalized-last")
@@ -41,6 +36,10 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
         t.startswith(_PAIRED) and not t.startswith(_BATCH) for t in cause.twists)  # fmt: skip
     if pairs and region.cause == "key-heads":  # right where each head has its own
         return replace(cause, cause=CAUSES["key-heads"], text=f"{cause.text}, {region.text}")
+    of_groups = cause.cause.key == "grad-scale" and region.cause == "key-heads"
+    dq = emulator.observed.get((cause.trial, "grad_query"))  # of which nothing is summed
+    if of_groups and cause.tensor in GRADIENTS[1:] and dq is not None and dq.relative < SLIGHT:
+        return replace(cause, cause=CAUSES["group-sum"], text=f"{cause.text}, {region.text}")
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
     silent = _see_nothing(emulator, cause) or _begin_late(emulator, cause)
     shows = emulator.observed.get((cause.trial, cause.tensor))  # None of what was merely told
@@ -52,11 +51,7 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
         return cause
     # scores that are lost are so beside the number that hides what they have been taken for
     lost = any(t.startswith(_LOST) for t in cause.twists) and region.cause in _HIDE
-    if (
-        not lost
-        and cause.explained >= PROVEN
-        and cause.cause.key in _FORMULAS.get(region.cause, ())
-    ):
+    if not lost and cause.explained >= PROVEN and cause.cause.key in FORMULAS.get(region.cause, ()):
         return replace(cause, text=f"{cause.text}, {region.text}")
     text = f"{cause.text}, {region.text}: {cause.cause.name}"
     key = region.cause

@@ -53,6 +53,12 @@ _OTHERS = {
 """Numbers of a row that may be another's, and the cause that is."""
 _OPTIONS = ("window", "softcap", "sinks", "mask")  # what only they show is a matter of theirs
 OF_CALLS = (*_OPTIONS, "causal-mask", "key-heads", "ragged")
+_FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
+FORMULAS = {"causal-mask": _FACTORS, "key-heads": _FACTORS,
+            "ragged": (_FACTORS | {"rescale"}) - {"lse-other"},
+            "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
+"""What is no matter of the calls that alone have it: no mask or tail multiplies a scale, and
+no size is why a sum is not rescaled."""
 _ON_SIZES = ("ragged", "key-heads", "causal-mask", "other-data")
 _LEAST = 0.2  # of the worst trial's factor: a simpler trial that errs so much shows it as well
 
@@ -338,8 +344,7 @@ def _stands(special: str, read: Read, trial: Trial, tensor: str, *, gross: bool)
     than what was read.
     """
     told_more = STRUCTURE | set(() if tensor == "out" else _OTHERS)
-    # of some keys; and no size is why a sum is not rescaled
-    told_more |= {"scale", "rescale"} if special == "ragged" else set()
+    told_more |= FORMULAS.get(special, set())
     # a sum that has other numbers than hidden ones is no matter of what hides them
     told_more |= {"unnormalized"} if special in ("causal-mask", "ragged") else set()
     # in grouped calls alone it is heads, of course; gradients say no more of it than sizes
@@ -410,6 +415,8 @@ def _paired(
     """
     grouped = all(emulator.trials[name].call.groups > 1 for name in bad)
     if not grouped or not holds(emulator, model, GROUPED, bad):
+        return False
+    if _but_in_the_first(emulator, tensor, bad):
         return False
     observed = emulator.observed[trial.name, tensor]
     return tensor not in GRADIENTS[1:] or of_whole_heads(trial, tensor, observed)

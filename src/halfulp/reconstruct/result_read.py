@@ -265,14 +265,14 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     if weights is None:
         told = "the weights, as they are read, do not make the error"
     where = one_term(emulator.run, trial, tensor)
+    if where != "sum" and tensor == "out" and weights is None and normalized(emulator.run, trial):
+        return Read(f"{told}; O is the same where V is larger: V is normalized", "value-factor")
     if where is None:
         return Read(f"{told}: what differs is a sum over them, an operand or the store", "")
     term, result = ("key", "O") if tensor == "out" else ("query", "dV")
     if where != "sum" and (values := few_values(emulator.observed[trial.name, tensor].value)):
         told = f"{told}; {result} takes {values} numbers alone, as codes do"
         return Read(told, "out" if tensor == "out" else "grad-stored")
-    if where != "sum" and tensor == "out" and weights is None and normalized(emulator.run, trial):
-        return Read(f"{told}; O is the same where V is larger: V is normalized", "value-factor")
     if where == "sum":
         if emulator.observed[trial.name, tensor].relative > OTHER:  # no sum is so coarse
             how = value_rows(emulator.run, trial) if tensor == "out" else ("", "")

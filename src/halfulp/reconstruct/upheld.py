@@ -63,8 +63,12 @@ def upheld(
     if region is not None and region.cause in OF_CALLS:
         # and found by the search as well, of the same pass
         read = {(p.cause, p.tensor in FORWARD) for p in places if p.was_read}
-        causes = [n if (n.cause.key, n.tensor in FORWARD) in read else of_calls(n, region, emulator)
-                  for n in causes]  # fmt: skip
+        of = [n if (n.cause.key, n.tensor in FORWARD) in read else of_calls(n, region, emulator)
+              for n in causes]  # fmt: skip
+        # that only some calls have it says less than what was read of it
+        causes = [n for n, before in zip(of, causes, strict=True) if n.cause == before.cause
+                  or not any(p.tensor == n.tensor and p.was_read and p.cause in STRUCTURE
+                             for p in places)]  # fmt: skip
     return causes
 
 

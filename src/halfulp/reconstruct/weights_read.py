@@ -370,7 +370,19 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
     if _at_random(marked, possible):
         return _Pattern(f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout")
     told = f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},"
-    return _Pattern(told, masked)
+    return _Pattern(told, masked or ("causal-mask" if _as_a_mask(marked, possible) else ""))
+
+
+def _as_a_mask(marked: Tensor, possible: Tensor) -> bool:
+    """Whether the same pairs are marked in all heads of all sequences, some of each of their rows
+    and some of each of their keys, and not those of some rows with some keys.
+    """
+    every = marked.any(1, keepdim=True).any(0, keepdim=True)
+    rest = possible & ~marked
+    rows, keys = every.any(-1, keepdim=True), every.any(-2, keepdim=True)
+    some = rest.any(-1, keepdim=True) | ~rows, rest.any(-2, keepdim=True) | ~keys
+    several = marked.shape[0] * marked.shape[1] > 1 and not bool((every == rows & keys).all())
+    return several and bool((marked == every & possible).all()) and all(bool(x.all()) for x in some)
 
 
 def _apart(distance: Tensor, marked: Tensor, possible: Tensor) -> int:
