@@ -9,6 +9,7 @@ from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import FORWARD, GRADIENTS, Emulator
 from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.naming import PROVEN, Named
+from halfulp.reconstruct.part_ratios import hides
 from halfulp.reconstruct.places import FORMULAS, IN_GRADIENTS, OF_CALLS
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.result_read import STRUCTURE
@@ -41,13 +42,13 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     if of_groups and cause.tensor in GRADIENTS[1:] and dq is not None and dq.relative < SLIGHT:
         return replace(cause, cause=CAUSES["group-sum"], text=f"{cause.text}, {region.text}")
     told = {*STRUCTURE, *OF_CALLS, "mask-finite"}
-    silent = _see_nothing(emulator, cause) or _begin_late(emulator, cause)
+    silent = _see_nothing(emulator, cause) or _begin_late(emulator, cause.trial)
     shows = emulator.observed.get((cause.trial, cause.tensor))  # None of what was merely told
     silent = silent or (shows is not None and is_zero(shows))
     hide = _HIDE | {"unwritten"} if silent else _HIDE
     hide = hide | {_LEFT_OUT} if region.cause == "mask" else hide
-    hides = {cause.cause.key, region.cause} <= hide
-    if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hides):
+    hidden = {cause.cause.key, region.cause} <= hide
+    if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hidden):
         return cause
     # scores that are lost are so beside the number that hides what they have been taken for
     lost = any(t.startswith(_LOST) for t in cause.twists) and region.cause in _HIDE
@@ -63,6 +64,21 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     return replace(cause, cause=CAUSES[key], text=text)
 
 
+def hidden_late(cause: Named, emulator: Emulator) -> Named:
+    """What is never written is a matter of what hides pairs, where rows of O are 0 in calls alone
+    whose first keys that hides for these rows, so many and more.
+    """
+    if cause.cause.key != "unwritten" or cause.tensor != "out":
+        return cause
+    some = [name for (name, tensor), o in emulator.observed.items()
+            if tensor == "out" and name != "small" and bool(o.gone.any())]  # fmt: skip
+    of = {hides(emulator.trials[name].call) for name in some}
+    if len(of) != 1 or not all(of) or not all(_begin_late(emulator, name) for name in some):
+        return cause
+    return replace(cause, cause=CAUSES[of.pop()], text=f"{cause.text}: those whose first keys are"
+                   " hidden")  # fmt: skip
+
+
 def _see_nothing(emulator: Emulator, cause: Named) -> bool:
     """Whether rows of O that are 0, on the call that shows a cause, have a dQ of 0 as well: as rows
     have that see nothing, and not those that are never written.
@@ -74,14 +90,14 @@ def _see_nothing(emulator: Emulator, cause: Named) -> bool:
     return bool((grad.exact[zero] != 0).any()) and bool((grad.value[zero] == 0).all())
 
 
-def _begin_late(emulator: Emulator, cause: Named) -> bool:
-    """Whether rows of O that are 0, on the call that shows a cause, are those whose first keys are
-    hidden, so many and more: where a tile is skipped, none after it is read.
+def _begin_late(emulator: Emulator, trial: str) -> bool:
+    """Whether rows of O that are 0, on a call, are those whose first keys are hidden, so many and
+    more: where a tile is skipped, none after it is read.
     """
-    out = emulator.observed.get((cause.trial, "out"))
+    out = emulator.observed.get((trial, "out"))
     if out is None:
         return False
-    seen = scores_of(emulator.trials[cause.trial].call).isfinite()
+    seen = scores_of(emulator.trials[trial].call).isfinite()
     zero, sees = (out.value == 0).all(-1), seen.any(-1)
     first = seen.int().argmax(-1)  # the first key that a row sees
     late, early = first[zero & sees], first[~zero & sees]

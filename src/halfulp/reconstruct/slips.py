@@ -47,6 +47,7 @@ from halfulp.reconstruct.slip_kinds import (
 )
 
 LEAN = 1 / 64  # off a factor of 1: what is less is rounded to one side
+LIMIT = 0.125  # within which nobody holds scores
 TINY = 4.0  # times what a small factor leaves: what is left out leaves more, and is not meant
 SMALL = 0.1  # and no more is a number that becomes 0 because it is small
 FITTED = 5  # slips by a factor that are fitted
@@ -272,7 +273,8 @@ class _Errors:
             for step in (4.0, 4.0, 2.0, 1.4, 1.2, 1.1):
                 near = (best.slip.factor * s for s in (step, 1 / step))
                 best = min(best, *self.all(replace(slip, factor=f) for f in near if f <= most))
-            return best
+            return self._or_gone(best) if slip.mistake == "within" and (
+                best.slip.factor < LIMIT) else best  # fmt: skip
         if slip.mistake not in FACTORS:
             return self(slip)
         best = self(slip if slip.factor != 1 else replace(slip, factor=1.25))
@@ -282,11 +284,14 @@ class _Errors:
         for step in (2.0, 1.4, 1.2) if best.left > DONE else ():  # what is exponentiated is no line
             near = (1 + (best.slip.factor - 1) * s for s in (step, 1 / step))
             best = min(best, *self.all(replace(slip, factor=f) for f in near))
-        if abs(best.slip.factor) < LEAN:
-            later = ("later keys",) if slip.mistake == "grows" else ()
-            gone = self(replace(slip, mistake="gone", factor=1.0, parts=(*slip.parts, *later)))
-            return best if TINY * best.left < gone.left else gone
-        return best
+        return self._or_gone(best) if abs(best.slip.factor) < LEAN else best
+
+    def _or_gone(self, best: Held) -> Held:
+        """What leaves next to nothing of numbers, or none of them where that is as good."""
+        slip = best.slip
+        later = ("later keys",) if slip.mistake == "grows" else ()
+        gone = self(replace(slip, mistake="gone", factor=1.0, parts=(*slip.parts, *later)))
+        return best if TINY * best.left < gone.left else gone
 
     def roundings(self, stages: Sequence[str]) -> list[Held]:
         """Numbers of a stage that are coarse, or 0 where they are small."""
