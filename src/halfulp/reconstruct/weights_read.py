@@ -367,10 +367,11 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
             return _Pattern(told, "other-data" if few else cause)
     rows, keys = (torch.unique(c[marked]) for c in (i, j))
     share = float(marked.sum()) / max(1.0, float(possible.sum()))
-    if _at_random(marked, possible):
+    alike = _as_a_mask(marked, possible)
+    if not alike and _at_random(marked, possible):
         return _Pattern(f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout")
     told = f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},"
-    return _Pattern(told, masked or ("causal-mask" if _as_a_mask(marked, possible) else ""))
+    return _Pattern(told, masked or ("causal-mask" if alike else ""))
 
 
 def _as_a_mask(marked: Tensor, possible: Tensor) -> bool:

@@ -1,0 +1,224 @@
+"""Parts of the keys that count twice, tokens hidden by a mask that nobody asked for, and what is a
+matter of groups, of options, of the scale: told apart from what looks the same.
+"""
+
+import math
+
+import pytest
+import torch
+
+from halfulp.reconstruct import reconstruct
+from halfulp.reconstruct.call_causes import hidden_late, of_calls
+from halfulp.reconstruct.causes import CAUSES
+from halfulp.reconstruct.emulating import Emulator
+from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.naming import Named
+from halfulp.reconstruct.panel import panel
+from halfulp.reconstruct.regions import Region
+from halfulp.reconstruct.weights_read import compared
+from tests.reconstruct.exact_kernel import right
+
+TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
+PLAIN, WIDER = TRIALS["plain"], TRIALS["wider_values"]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def read_as(trial, factor, *, summed=True):
+    """What weights say that are the exact ones times a factor, summed to 1 again or as they are."""
+    weights = weights_of(trial.call, scores_of(trial.call)) * factor
+    total = weights.sum(-1, keepdim=True).clamp_min(1e-300) if summed else 1.0
+    return compared(trial, weights / total)
+
+
+# --- parts of the keys
+
+
+@pytest.mark.parametrize("width", [32, 64])
+@pytest.mark.parametrize("counts", [(1, 2, 1, 1, 1, 2), (2, 1, 3, 1, 1, 2)])
+def test_parts_that_count_twice_are_a_matter_of_their_merge(width, counts):
+    rows = torch.arange(192)[:, None] // 64  # other parts in other rows, as where causal ones end
+    at = (torch.arange(192) // width + rows) % len(counts)
+    read = read_as(PLAIN, torch.tensor(counts, dtype=torch.float64)[at])
+    assert (read.cause, "times" in read.text or "twice" in read.text) == ("split-merge", True)
+
+
+def test_factors_that_are_no_counts_are_none():
+    factor = normal(1, 2, 192, 6).exp().repeat_interleave(32, -1)
+    read = read_as(PLAIN, factor)
+    assert read.cause == "rescale", read.text
+    assert "count" not in read.text
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_keys_read_twice_in_several_places_are_those_of_parts_that_overlap(runs):
+    again = torch.ones(192, dtype=torch.float64)
+    for start in (32, 96)[:runs]:
+        again[start : start + 16] = 2
+    assert read_as(PLAIN, again).cause == ("other-data" if runs == 1 else "split-merge")
+
+
+def unrescaled(trial, width):
+    """A factor of each part that later maxima should have changed, and did not."""
+    tops = torch.stack([x.amax(-1) for x in torch.split(scores_of(trial.call), width, -1)], -1)
+    running = tops.cummax(-1).values
+    off = (running[..., -1:] - running).exp()
+    return off.repeat_interleave(width, -1)[..., : trial.call.key.shape[2]]
+
+
+@pytest.mark.parametrize("width", [16, 32, 64])
+def test_sums_that_are_not_rescaled_are_told_whatever_thirds_of_the_keys_are_as_wide(width):
+    """Of 130 keys a quarter is 33 and a half 65, nearly a tile."""
+    read = read_as(WIDER, unrescaled(WIDER, width), summed=False)
+    assert (read.cause, f" of {width} keys" in read.text) == ("rescale", True), read.text
+
+
+# --- masks
+
+
+def hidden_from(trial, lost):
+    exact = weights_of(trial.call, scores_of(trial.call))
+    kept = exact * ~lost
+    return compared(trial, kept / kept.sum(-1, keepdim=True).clamp_min(1e-300))
+
+
+def test_pairs_hidden_alike_in_every_head_are_a_mask_that_nobody_asked_for():
+    i, j = torch.arange(192)[:, None], torch.arange(192)
+    tree = (i >= 188) & (j >= 188) & (j <= i) & ((i - j) % 3 == 1)
+    assert hidden_from(PLAIN, tree).cause == "causal-mask"
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        lambda i, j: (i >= 150) & (j >= 170),  # a corner: a tile that is not read
+        lambda i, j: (j >= 170) & (i >= 0),  # whole keys
+        lambda i, j: (
+            (torch.rand(1, 2, 192, 192, generator=torch.Generator().manual_seed(1)) < 0.1)
+            & (i >= 100)
+        ),  # others in each head
+    ],
+)
+def test_corners_ends_and_chance_are_no_mask(lost):
+    i, j = torch.arange(192)[:, None], torch.arange(192)
+    assert hidden_from(PLAIN, lost(i, j)).cause != "causal-mask"
+
+
+@pytest.mark.parametrize(("late", "cause"), [(True, "window"), (False, "unwritten")])
+def test_rows_whose_first_keys_are_hidden_are_a_matter_of_what_hides_them(late, cause):
+    trial = TRIALS["window"]
+    first = scores_of(trial.call).isfinite().int().argmax(-1)
+    gone = first > 40 if late else torch.arange(first.shape[-1]).expand_as(first) % 3 == 1
+    made = right(trial)
+    made = right(trial, out=made.out.masked_fill(gone[..., None], 0.0))
+    emulator = Emulator({trial: made, PLAIN: right(PLAIN)}, right)
+    named = Named(CAUSES["unwritten"], "never written", 500.0, "out", "window", 1.0,
+                  function=True, twists=("silent",))  # fmt: skip
+    assert hidden_late(named, emulator).cause.key == cause
+    # not where rows are 0 in calls as well in which nothing is hidden
+    both = Emulator({trial: made, PLAIN: right(PLAIN, out=right(PLAIN).out * 0)}, right)
+    assert hidden_late(named, both).cause.key == "unwritten"
+
+
+# --- groups, options, the scale
+
+
+@pytest.mark.parametrize(
+    ("key", "tensor", "twist", "told"),
+    [
+        ("grad-scale", "grad_value", "dv-2", "group-sum"),
+        ("grad-scale", "grad_query", "dq-2", "grad-scale"),
+        ("other-data", "out", "slip-Slip(stage='key_value', mistake='head-1'", "key-heads"),
+        ("other-data", "out", "heads-previous-key", "key-heads"),
+        ("other-data", "out", "heads-batch-0-key", "other-data"),
+    ],
+)
+def test_what_grouped_calls_alone_show(key, tensor, twist, told):
+    trial = TRIALS["grouped"]
+    emulator = Emulator({trial: right(trial)}, right)
+    named = Named(CAUSES[key], "", 90.0, tensor, "grouped", 1.0, function=True, twists=(twist,))
+    calls = Region("in calls grouped alone", {}, cause="key-heads")
+    assert of_calls(named, calls, emulator).cause.key == told
+
+
+def test_a_factor_of_all_gradients_in_grouped_calls_is_no_sum_of_a_group():
+    trial = TRIALS["grouped"]
+    exact = right(trial)
+    twice = right(trial, **{n: getattr(exact, n) * 2 for n in (
+        "grad_query", "grad_key", "grad_value")})  # fmt: skip
+    named = Named(CAUSES["grad-scale"], "", 90.0, "grad_key", "grouped", 1.0, function=True)
+    calls = Region("in calls grouped alone", {}, cause="key-heads")
+    assert of_calls(named, calls, Emulator({trial: twice}, right)).cause.key == "grad-scale"
+
+
+@pytest.mark.parametrize(("times", "cause"), [(None, "scale"), (0.6, "operand")])
+def test_features_that_are_scaled_twice_are_told_from_other_factors(times, cause):
+    call = PLAIN.call
+    factor = torch.ones(64, dtype=torch.float64)
+    factor[:32] = call.scale if times is None else times
+    scores = (call.query.double() * factor) @ call.key.double().mT * call.scale
+    assert compared(PLAIN, scores.softmax(-1)).cause == cause
+
+
+def of(kernel, dtype="bfloat16"):
+    found = reconstruct(kernel, dtype=dtype)
+    return ([n.cause.key for n in found.causes] + [p.cause for p in found.places])[0]
+
+
+def attention(query, key, value, *, is_causal, scale, softcap=0.0, longer=1.0, capped_top=True,
+              values=1.0):  # fmt: skip
+    n, n_key = query.shape[2], key.shape[2]
+    whole = query.float() * longer @ key.float().mT * scale
+    s = softcap * torch.tanh(whole / softcap) if softcap else whole
+    hidden = torch.arange(n_key) > torch.arange(n)[:, None] if is_causal else torch.tensor(False)
+    s, whole = (x.masked_fill(hidden, -math.inf) for x in (s, whole))
+    top = (s if capped_top else whole).amax(-1, keepdim=True).detach()
+    p = (s - top).exp()
+    p = p.to(query.dtype).float()
+    total = p.sum(-1, keepdim=True)
+    return (p @ (value.float() * values) / total.where(total > 0, torch.tensor(1.0))).to(
+        query.dtype
+    )
+
+
+def test_a_maximum_before_the_cap_leaves_nothing_of_scores_far_past_it():
+    def kernel(query, key, value, *, is_causal, scale, softcap=0.0):
+        return attention(query, key, value, is_causal=is_causal, scale=scale, softcap=softcap,
+                         capped_top=False)  # fmt: skip
+
+    assert of(kernel, "float16") == "maximum"
+
+
+def test_queries_of_causal_calls_that_grow_with_their_place_are_scaled():
+    def kernel(query, key, value, *, is_causal, scale):
+        place = 1 + torch.arange(query.shape[2]).clamp_min(1).log() / 50
+        return attention(query, key, value, is_causal=is_causal, scale=scale,
+                         longer=place[:, None] if is_causal else 1.0)  # fmt: skip
+
+    assert of(kernel) == "scale"
+
+
+def test_scales_of_keys_and_values_that_are_not_undone_are_told():
+    def kernel(query, key, value, *, is_causal, scale):
+        most = (x.detach().abs().amax().float() / 448 for x in (key, value))
+        of_keys, of_values = (torch.where(x > 0, x, 1.0) for x in most)
+        return attention(query, key, value, is_causal=is_causal, scale=scale, longer=1 / of_keys,
+                         values=1 / of_values)  # fmt: skip
+
+    assert of(kernel, "float32") in ("scale", "value-factor")
+
+
+def test_a_first_query_of_zeros_is_no_cap():
+    def kernel(query, key, value, *, is_causal, scale):
+        first = torch.arange(query.shape[2]) > 0
+        return attention(query, key, value, is_causal=is_causal, scale=scale,
+                         longer=first[:, None].float())  # fmt: skip
+
+    assert of(kernel) == "query-tail"
+
+
+@pytest.mark.parametrize("trial", [PLAIN, WIDER, TRIALS["causal"]])
+def test_weights_that_are_right_are_named_nothing(trial):
+    assert read_as(trial, 1.0, summed=False).cause == ""
