@@ -16,7 +16,8 @@ from halfulp.calls import EVERYTHING
 from halfulp.formats import BF16, FP16, OCP_E4M3, OCP_E5M2, TF32, Format, round_to
 from halfulp.reconstruct.exact import logarithms, scores_of, weights_of
 from halfulp.reconstruct.panel import Run, Trial, panel
-from halfulp.reconstruct.weight_ratios import COARSEST, NOISE, Read
+from halfulp.reconstruct.part_ratios import COARSEST
+from halfulp.reconstruct.weight_ratios import NOISE, Read
 from halfulp.reconstruct.weights_read import backward_weights, forward_weights, in_backward
 
 NUMBERS = (0, 1, 2, 3, 4, 0, 5, 6, 7, 8, 0, 9, 10, 11, 12, 0)

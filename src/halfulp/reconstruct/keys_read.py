@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from halfulp.reconstruct.exact import CLEAR, logarithms
+from halfulp.reconstruct.part_ratios import COARSEST
 from halfulp.reconstruct.ranges import ranges
-from halfulp.reconstruct.weight_ratios import COARSEST
 
 LEFT = 0.05  # of an error, that keys read in others' place may leave
 ROWS = 8  # in which a key is told from others by what it weighs
+ALIKE = 0.9  # the cosine of weights over all rows with those that they are
 NEAR = 0.2  # of a whole number, that a count is
 ROUNDS = 8  # of means over rows and over keys, which weights that are not clear keep apart
 
@@ -42,6 +43,21 @@ def in_their_place(read: Tensor, exact: Tensor, lost: Tensor) -> str:
     place = "their place" if torch.equal(moved, gone) else (
         f"the place of {ranges(moved.nonzero().flatten())}")  # fmt: skip
     return f"V of keys {ranges(torch.unique(of_key[moved]))} are read in {place}"
+
+
+def exchanged_keys(read: Tensor, exact: Tensor) -> str:
+    """Which keys weigh what others should, all of them being there, in words; empty where it is not
+    so: K, or V, lies in another order.
+    """
+    x, y = (t.double().flatten(0, -2) for t in (exact, read))
+    x, y = x - x.mean(0), y - y.mean(0)
+    alike = (x / x.norm(dim=0).clamp_min(1e-300)).mT @ (y / y.norm(dim=0).clamp_min(1e-300))
+    best, of_key = alike.max(0)
+    moved = of_key != torch.arange(len(of_key))
+    every = len(torch.unique(of_key)) == len(of_key) and float(best.min()) > ALIKE
+    if not every or int(moved.sum()) < ROWS or float(alike.diagonal()[moved].max()) > ALIKE:
+        return ""
+    return f"keys {ranges(moved.nonzero().flatten())} weigh as others among them should"
 
 
 def others_weigh(read: Tensor, exact: Tensor, extra: Tensor) -> str:

@@ -4,7 +4,7 @@ on which trials.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from halfulp.reconstruct.dataflow import SLIGHT
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits, Observed
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
+from halfulp.reconstruct.leftover import CONCENTRATED, few_elements, where_left
 from halfulp.reconstruct.moved_read import misplaced
 from halfulp.reconstruct.others_read import (
     of_memory,
@@ -26,12 +27,12 @@ from halfulp.reconstruct.others_read import (
     reads_others,
 )
 from halfulp.reconstruct.panel import Trial, simplicity
+from halfulp.reconstruct.part_ratios import COARSEST
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
-from halfulp.reconstruct.silent_read import silent_rows
+from halfulp.reconstruct.silent_read import below_the_hidden, silent_rows
 from halfulp.reconstruct.suggested import exchanged, not_finite
-from halfulp.reconstruct.unlike import OFF, Unlike, place_of
-from halfulp.reconstruct.weight_ratios import COARSEST, Read
-from halfulp.reconstruct.weights_read import leaves_out
+from halfulp.reconstruct.weight_ratios import Read
+from halfulp.reconstruct.weights_read import leaves_out, over_heads
 
 FAR = 20.0  # times the model's error: no rounding
 MINOR = 2.0  # times it: what is gross elsewhere is said first
@@ -39,7 +40,6 @@ HALF = 0.5  # of an error: what is more is not explained
 LARGE = 0.25  # of a result: an error that no rounding makes
 ALONG = 0.999  # the cosine of a row of O with what it should be, which a factor leaves
 SPREAD = 0.05  # logarithms of such factors, within a head: what all rows share is no sum of theirs
-CONCENTRATED = 0.9  # share of the unexplained squared error that a place must hold
 
 _OF_P = {"lse", "lse-other", "backward-scores", "weights-disagree"}
 _OF_SCORES = {"backward-scores", "other-data"}  # which dS would have as well
@@ -59,7 +59,9 @@ FORMULAS = {"causal-mask": _FACTORS, "key-heads": _FACTORS,
             "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
 """What is no matter of the calls that alone have it: no mask or tail multiplies a scale, and
 no size is why a sum is not rescaled."""
+_ENDS = {"query-tail", "key-tail", "grad-tail"}
 _ON_SIZES = ("ragged", "key-heads", "causal-mask", "other-data")
+SEVERAL = 3  # calls whose ends are right, so that wrong ones are a matter of what else is asked
 _LEAST = 0.2  # of the worst trial's factor: a simpler trial that errs so much shows it as well
 
 
@@ -143,6 +145,8 @@ def unexplained(
             usual[worst, "out"].times < HARMFUL
         ) and emulator.observed[worst, tensor].relative > COARSEST:  # fmt: skip
             cause = "lse-other"  # O has the row sum right, and no format loses so much
+        if cause in _ENDS and (option := _of_an_option(emulator, bad, right)):
+            text, cause = f"{text}, in calls with an option alone", option
         out = usual.get((worst, "out"))
         forward = out is not None and out.times > FAR  # told by a cause, or by a place of its own
         if tensor in GRADIENTS and not forward and not any(p.tensor == "out" for p in found):
@@ -163,6 +167,14 @@ def unexplained(
         # what is known of one gradient says more than what is not known of another
         p.tensor in GRADIENTS and p.cause.endswith("unexplained"),
         list(SHORT).index(p.tensor)))  # fmt: skip
+
+
+def _of_an_option(emulator: Emulator, bad: Collection[str], right: Collection[str]) -> str:
+    """The cause that stands for an option which all calls have that are wrong at an end, where such
+    ends are right in several others; empty without one.
+    """
+    off = [t for t in right if emulator.trials[t].call.key.shape[2] % 16]
+    return call_kinds.option_of([emulator.trials[t] for t in bad]) if len(off) >= SEVERAL else ""
 
 
 def _only(
@@ -285,6 +297,11 @@ def _told(
             own = result_read(emulator, model, trial, tensor, in_values)
             if own is not None and own.cause in _OTHERS:  # which has all others do
                 return f"{own.text}: {others.text}", _OTHERS[own.cause], False, True
+        if others and tensor == "out" and others.beside and over_heads(emulator.run, trial):
+            told = (
+                "the weights of a key sum to 1 over heads, or sequences: the softmax is over these"
+            )
+            return told, "unnormalized", False, True
         if others and (others.told, tensor) == ("rows", "out") and leaves_out(emulator.run, trial):
             told = f"{others.text}: they tell which pairs get no weight"
             return told, "tiles-skipped", False, True
@@ -301,7 +318,7 @@ def _told(
     if told:
         parts.append(told)
         cause = special or cause
-    if one := _few_elements(emulator, model, tensor, bad or frozenset({worst})):
+    if one := few_elements(emulator, model, tensor, bad or frozenset({worst})):
         return "; ".join([*parts, one]), "elements", False, True
     read = result_read(emulator, model, trial, tensor, in_values)
     if read is not None:
@@ -316,7 +333,7 @@ def _told(
         # a rounded sum is no matter of an option; sizes are where kernels take another one
         sized = special in _ON_SIZES and not gross
         cause = cause if option and not sized else read.cause or cause
-    place, key = _where(emulator, model, tensor, worst)
+    place, key = where_left(emulator, model, tensor, worst)
     if place is not None:
         parts.append(place.text.removeprefix(" in "))
         # what masks and heads alone show is not a matter of rows
@@ -394,6 +411,8 @@ def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tu
         moved, key = misplaced(observed, _exact_gradients(emulator, trial, tensor))
         if key:  # some of it from where there is nothing
             return f"{text}; {moved}", key
+    if tensor == "out" and below_the_hidden(emulator):
+        return f"{text}, of which what is hidden scores far above the rest", "maximum"
     gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
             if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
     return text, call_kinds.option_of(gone) or cause  # an option alone hides what it makes 0
@@ -420,52 +439,3 @@ def _paired(
         return False
     observed = emulator.observed[trial.name, tensor]
     return tensor not in GRADIENTS[1:] or of_whole_heads(trial, tensor, observed)
-
-
-def _few_elements(emulator: Emulator, model: Model, tensor: str, bad: frozenset[str]) -> str:
-    """Few elements that alone are wrong in most calls that are."""
-    found = [_where(emulator, model, tensor, name)[0] for name in sorted(bad)]
-    some = [p.text for p in found if p is not None and p.kind == "elements"]
-    return max(some, key=len) if 2 * len(some) > len(found) else ""
-
-
-def _like(candidate: Tensor) -> Tensor:
-    found = candidate.double()
-    found = found.unsqueeze(-1) if found.ndim == 3 else found
-    return torch.where(found.isfinite(), found, 0.0)
-
-
-def _where(emulator: Emulator, model: Model, tensor: str, name: str) -> tuple[Unlike | None, str]:
-    """Where what the model leaves sits, beside what it errs itself: heads, rows or features, with
-    its cause; a few elements.
-    """
-    observed = emulator.observed[name, tensor]
-    made = emulator.made(emulator.trials[name], model, tensor)
-    if made is None or made.shape[:3] != observed.value.shape[:3]:
-        return None, ""
-    rest, usual = (
-        torch.where(observed.usable, x, 0.0)
-        for x in (observed.value - _like(made), _like(made) - observed.exact)
-    )
-    squares = rest.square()
-    top = float(squares.flatten().topk(min(8, squares.numel())).values.sum())
-    others = float(squares.sum()) - top
-    if squares.numel() > 100 and others <= min((1 - CONCENTRATED) / CONCENTRATED * top,
-                                               OFF**2 * float(usual.square().sum())):  # fmt: skip
-        return Unlike("a few elements", "elements"), "elements"
-    usual = usual.square()
-    mean = float(usual.mean()) + 1e-300  # what it errs is larger in some rows and some features
-    rows, features = (usual.mean(dim, keepdim=True) for dim in (-1, (0, 1, 2)))
-    noise = rows.clamp_min(1e-3 * mean) * features.clamp_min(1e-3 * mean) / mean
-    whose = "keys" if tensor in ("grad_key", "grad_value") else "queries"
-    found = place_of(squares / noise, observed.usable.double(), (whose, "features"))
-    if found is None:
-        return None, ""
-    if found.kind == "head":
-        return found, "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
-    if found.of == "features":
-        return found, "ragged"
-    if found.inside is not None and float(squares[found.inside].sum()) < SLIGHT**2 * float(
-        observed.exact[found.inside].square().sum()):  # fmt: skip
-        return found, "gradient-unexplained" if tensor in GRADIENTS else "out-unexplained"
-    return found, "grad-tail" if tensor in GRADIENTS else "query-tail"

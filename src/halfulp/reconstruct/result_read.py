@@ -128,7 +128,9 @@ def result_read(
     if divides and of_division(emulator.run, trial):
         return Read(f"{read.text}; of weights that are 1, and as many as a small number, O is off"
                     " as well: it is the division", "reciprocal")  # fmt: skip
-    summed = read.cause == "unnormalized" and observed.relative < LARGE and not over_queries(
+    # as much as rounding a sum of so many terms may be off by
+    most = min(LARGE, exact.shape[-1] * torch.finfo(trial.call.query.dtype).eps / 2)
+    summed = read.cause == "unnormalized" and observed.relative < most and not over_queries(
         weights, exact)  # fmt: skip
     if not backward and summed and (
         terms := from_terms(emulator.run, trial, tensor)):  # fmt: skip

@@ -8,14 +8,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from halfulp.algorithms import golden
+from halfulp.calls import EVERYTHING
 from halfulp.reconstruct.emulating import SHORT, Emulator, Twist
 from halfulp.reconstruct.evidence import Observed
+from halfulp.reconstruct.exact import scores_of
 from halfulp.reconstruct.moved_read import over_the_end
 from halfulp.reconstruct.others_read import among_more
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.twists import Tensors
 
+FAR = 60.0  # scores, below which exponentials are nothing
 MOSTLY = 0.98  # of a result is 0: all of it is
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 HALF = 0.5  # of an error, that rows which are 0 must hold
@@ -109,8 +112,34 @@ def left_out(emulator: Emulator) -> list[Twist]:
 
     told = "; ".join(f"{ranges(keys.flatten(0, 1).any(0).nonzero().flatten())} on {name}"
                      for name, keys in list(gone.items())[:2])  # fmt: skip
-    return [Twist("left-out", f"keys are left out, others in each head: {told}", "tiles-skipped",
-                  turn)]  # fmt: skip
+    last = all(_last_of_all(keys) for keys in gone.values())
+    text = "keys are left out" if last else "keys are left out, others in each head"
+    cause = "key-tail" if last else "tiles-skipped"
+    return [Twist("left-out", f"{text}: {told}", cause, turn)]
+
+
+def _last_of_all(keys: Tensor) -> bool:
+    """Whether marked keys `[B, H_k, N_k]` are the last ones, as many in every head."""
+    first = keys[:1, :1]
+    return bool((keys == first).all()) and bool((first.int().diff() >= 0).all())
+
+
+def below_the_hidden(emulator: Emulator) -> bool:
+    """Whether rows of O are 0 in those calls alone where what they see scores far below what is
+    hidden from them, or below 0 where others as low are not: the maximum has these as well.
+    """
+    told = []
+    for (name, tensor), observed in emulator.observed.items():
+        if tensor == "out" and name != "small" and bool(observed.gone.any()):
+            call, gone = emulator.trials[name].call, observed.gone
+            seen, every = (scores_of(x).amax(-1) for x in (call, replace(call, sees=EVERYTHING)))
+            below = every.clamp_min(0)[gone] - seen[gone]
+            if call.sees.added is not None or bool((below < FAR).any()):
+                return False
+            rest = seen[~gone & seen.isfinite()]
+            others = bool((rest < seen[gone].max()).any())  # no number hides those that are lower
+            told.append(others or bool((every - seen)[gone].max() > FAR))
+    return any(told)
 
 
 def _beyond_the_end(emulator: Emulator, zero: Mapping[tuple[str, str], Tensor]) -> bool:

@@ -29,6 +29,7 @@ from halfulp.reconstruct.twists import Tensors
 ALIKE = 0.98  # the cosine of a feature with the exact one that it is
 ALONE = 0.8  # share that a factor of one trial's own must explain there
 SURER = 1.1  # times the share that one of all heads explains: each head has its own
+GONE = 0.01  # off 0, or off 1: a head is there, or it is not
 LEAN = 3e-4  # a smaller factor is none
 GONE = 1e-3  # a factor of scores that leaves nothing of them
 STEPS, CONVERGED = 16, 1e-5  # of Newton's method, each half of the factor at most
@@ -345,6 +346,12 @@ def factors_on(emulator: Emulator, model: Model, name: str) -> list[Twist]:
     return found
 
 
+def _some_are_gone(factors: Tensor) -> bool:
+    """Whether factors of heads are 0 in some, and 0 or 1 in most: a few may have other data."""
+    zero, one = factors.abs() < GONE, (factors - 1).abs() < GONE
+    return float(zero.double().mean()) > (1 - ALONE) and float((zero | one).double().mean()) > HALF
+
+
 def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Trial]) -> list[Twist]:
     """A factor on one result, from those of every trial; on O before its rounding as well. Factors
     that differ from trial to trial, or from head to head, count where they explain nearly all.
@@ -375,6 +382,8 @@ def factors(tensor: str, fitted: Mapping[str, Fitted], trials: Mapping[str, Tria
     cause, leans = "grad-scale" if tensor in GRADIENTS else "value-factor", ""
     if not off.keys() >= fitted.keys() - {"small"} and cause == "value-factor":
         cause = "unnormalized"  # in some calls alone
+    if by_head and _some_are_gone(every):
+        cause, told = "unwritten", "0 in some heads"
     if not by_head and all(abs(f - 1) < ULP for f in off.values()):
         cause = "grad-stored" if tensor in GRADIENTS else "out"
         leans = ", less than an ulp of bf16: it is rounded to one side"

@@ -17,7 +17,7 @@ from torch import Tensor
 from halfulp.algorithms.backward import sum_groups
 from halfulp.calls import EVERYTHING, Call
 from halfulp.reconstruct.exact import centered, logarithms, rms, scores_of, weights_of
-from halfulp.reconstruct.keys_read import in_their_place, others_weigh
+from halfulp.reconstruct.keys_read import exchanged_keys, in_their_place, others_weigh
 from halfulp.reconstruct.panel import Run, Trial
 from halfulp.reconstruct.part_ratios import hides
 from halfulp.reconstruct.ranges import ranges
@@ -127,6 +127,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
         off = (read - exact).square()
         if float(off[marked].sum()) > FEW * float(off.sum()) or _most_of_rows(exact, marked):
             pattern, cause, of = _pattern(call, marked, possible)
+            if of == _MASKED and not _rest_right(read, exact, marked):
+                cause = "key-tail"
             if cause == "query-tail" and marked is not extra and not bool(gone.any()):
                 told, cause = f"{told}, beside others that do", "key-tail"  # no query is left out
             if cause in ("", "dropout") and marked is not extra:  # nowhere in particular
@@ -158,6 +160,8 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
             if backward and call.groups > 1 and of == "heads":
                 cause = "group-sum"
             return Read(f"{pattern} {told}", in_backward(cause) if backward else cause)
+    if told := exchanged_keys(read, exact):
+        return Read(told, "layout")
     sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
     ratios = compared_ratios(trial, *logarithms(read, exact), backward, sums)
     return replace(ratios, cause=in_backward(ratios.cause)) if backward else ratios
@@ -215,6 +219,17 @@ def over_queries(read: Tensor, exact: Tensor) -> bool:
     rows, columns = ((x.sum(dim) - 1).abs().mean() for x, dim in ((read, -1), (read, -2)))
     whole = float((exact.sum(-1) - 1).abs().max()) < 0.01  # of rows that see something, no sinks
     return whole and float(columns) < 0.01 and float(rows) > 0.1
+
+
+def over_heads(run: Run, trial: Trial) -> bool:
+    """Whether the weights that a key has in all heads of a sequence, or in all sequences, sum to 1,
+    and those of a row do not.
+    """
+    read = forward_weights(run, trial)
+    if read is None or trial.call.groups > 1:
+        return False
+    off = [float((read.sum(dim) - 1).abs().mean()) for dim in (0, 1) if read.shape[dim] > 1]
+    return any(x < 0.01 for x in off) and float((read.sum(-1) - 1).abs().mean()) > 0.1
 
 
 def _all_alike(read: Tensor, exact: Tensor) -> Read | None:
@@ -297,6 +312,16 @@ def in_backward(cause: str) -> str:
     return _IN_BACKWARD.get(cause, cause)
 
 
+def _rest_right(read: Tensor, exact: Tensor, lost: Tensor) -> bool:
+    """Whether what is not lost is right, but for one factor a row."""
+    log, clear = logarithms(read, exact)
+    clear = clear * ~lost
+    return rms(centered(log, clear), clear) < NEAR
+
+
+_MASKED = "a mask"
+
+
 class _Pattern(NamedTuple):
     """Which pairs are marked, in words; the cause, and the coordinate that alone tells them."""
 
@@ -371,7 +396,7 @@ def _pattern(call: Call, marked: Tensor, possible: Tensor) -> _Pattern:
     if not alike and _at_random(marked, possible):
         return _Pattern(f"{100 * share:.2g} % of the pairs, wherever they are,", "dropout")
     told = f"{100 * share:.2g} % of the pairs, of queries {ranges(rows)} and keys {ranges(keys)},"
-    return _Pattern(told, masked or ("causal-mask" if alike else ""))
+    return _Pattern(told, masked) if masked or not alike else _Pattern(told, "causal-mask", _MASKED)
 
 
 def _as_a_mask(marked: Tensor, possible: Tensor) -> bool:
