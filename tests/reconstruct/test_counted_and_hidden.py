@@ -3,19 +3,24 @@ matter of groups, of options, of the scale: told apart from what looks the same.
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from halfulp.calls import EVERYTHING, Result
 from halfulp.reconstruct import reconstruct
 from halfulp.reconstruct.call_causes import hidden_late, of_calls
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import Emulator
 from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.keys_read import exchanged_keys
 from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.regions import Region
-from halfulp.reconstruct.weights_read import compared
+from halfulp.reconstruct.silent_read import below_the_hidden, left_out
+from halfulp.reconstruct.suggested import Fitted, factors
+from halfulp.reconstruct.weights_read import compared, over_heads
 from tests.reconstruct.exact_kernel import right
 
 TRIALS = {t.name: t for rare in (False, True) for t in panel(torch.bfloat16, rarer=rare)}
@@ -88,6 +93,9 @@ def test_pairs_hidden_alike_in_every_head_are_a_mask_that_nobody_asked_for():
     i, j = torch.arange(192)[:, None], torch.arange(192)
     tree = (i >= 188) & (j >= 188) & (j <= i) & ((i - j) % 3 == 1)
     assert hidden_from(PLAIN, tree).cause == "causal-mask"
+    exact = weights_of(PLAIN.call, scores_of(PLAIN.call))
+    others = exact.roll(7, -2) * ~tree  # where the rest is wrong as well, nothing is hidden
+    assert compared(PLAIN, others).cause != "causal-mask"
 
 
 @pytest.mark.parametrize(
@@ -222,3 +230,99 @@ def test_a_first_query_of_zeros_is_no_cap():
 @pytest.mark.parametrize("trial", [PLAIN, WIDER, TRIALS["causal"]])
 def test_weights_that_are_right_are_named_nothing(trial):
     assert read_as(trial, 1.0, summed=False).cause == ""
+
+
+# --- keys, heads and rows as a whole
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        (lambda n: torch.arange(n).view(-1, 2, 8).transpose(1, 2).flatten(), "layout"),
+        (lambda n: torch.arange(n).flip(0), "layout"),
+        (lambda n: torch.arange(n), ""),
+    ],
+)
+def test_keys_in_another_order_are_a_layout(order, told):
+    exact = weights_of(PLAIN.call, scores_of(PLAIN.call))
+    assert compared(PLAIN, exact[..., order(192)]).cause == told
+
+
+def test_keys_of_which_some_are_copies_are_in_no_other_order():
+    exact = weights_of(PLAIN.call, scores_of(PLAIN.call))
+    assert exchanged_keys(exact[..., torch.arange(192) // 2 * 2], exact) == ""
+
+
+@pytest.mark.parametrize("dim", [0, 1, 3])
+def test_a_softmax_over_heads_or_sequences_is_told_from_one_over_keys(dim):
+    trial = TRIALS["sequences_causal"]
+
+    def run(asked):
+        weights = scores_of(asked.call).softmax(dim).nan_to_num(0.0)
+        return Result((weights @ asked.call.value.double()).to(torch.bfloat16))
+
+    assert over_heads(run, replace(trial, call=replace(trial.call, sees=EVERYTHING))) == (dim < 3)
+
+
+@pytest.mark.parametrize(
+    ("gone", "cause"),
+    [
+        (lambda b, h, j: j >= 40, "key-tail"),
+        (lambda b, h, j: (j >= 40) & (h == 0), "tiles-skipped"),
+        (lambda b, h, j: (j >= 40) & (j < 60), "tiles-skipped"),
+    ],
+)
+def test_keys_whose_dv_is_0_are_those_at_the_end_or_chosen_ones(gone, cause):
+    made = right(PLAIN)
+    _, heads, n, _ = made.grad_value.shape
+    b, h, j = (torch.arange(x).view(shape) for x, shape in (
+        (1, (-1, 1, 1)), (heads, (1, -1, 1)), (n, (1, 1, -1))))  # fmt: skip
+    zero = gone(b, h, j).expand(1, heads, n)[..., None]
+    emulator = Emulator(
+        {PLAIN: right(PLAIN, grad_value=made.grad_value.masked_fill(zero, 0))}, right
+    )
+    assert [t.cause for t in left_out(emulator)] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("of_heads", "cause"), [((0.0, 1.0), "unwritten"), ((0.4, 1.7), "value-factor")]
+)
+def test_heads_that_are_0_are_not_written_and_no_factors(of_heads, cause):
+    names = ("plain", "sharp", "rising", "ragged", "causal")
+    heads = torch.tensor(of_heads, dtype=torch.float64).view(1, -1, 1, 1)
+    # one factor of a whole call fits other numbers in each
+    fitted = {n: Fitted(0.4 + 0.1 * i, 1e-3, 0.4, heads, 0.99, 0.99) for i, n in enumerate(names)}
+    assert {t.cause for t in factors("out", fitted, {n: TRIALS[n] for n in names})} == {cause}
+
+
+def test_rows_are_0_where_the_maximum_is_that_of_hidden_scores():
+    def maximum_of_all(trial):
+        every = scores_of(replace(trial.call, sees=EVERYTHING)).amax(-1)
+        below = every - scores_of(trial.call).amax(-1) > 80
+        made = right(trial)
+        return right(trial, out=made.out.masked_fill(below[..., None], 0.0))
+
+    def some_rows(trial):
+        at = torch.arange(trial.call.query.shape[2]) % 3 == 1
+        return right(trial, out=right(trial).out.masked_fill(at[:, None], 0.0))
+
+    peaks = TRIALS["hidden_peaks"]
+    assert below_the_hidden(Emulator({peaks: maximum_of_all(peaks), PLAIN: right(PLAIN)}, right))
+    assert not below_the_hidden(Emulator({PLAIN: some_rows(PLAIN)}, right))
+    both = {peaks: maximum_of_all(peaks), PLAIN: some_rows(PLAIN)}
+    assert not below_the_hidden(Emulator(both, right))
+
+
+@pytest.mark.parametrize("of_options", [True, False])
+def test_ends_that_are_wrong_under_an_option_alone_are_the_options(of_options):
+    """The last tile is not capped, or is never written in any call."""
+
+    def kernel(query, key, value, *, is_causal, scale, softcap=0.0):
+        out = attention(query, key, value, is_causal=is_causal, scale=scale, softcap=softcap)
+        last = torch.arange(query.shape[2]) >= query.shape[2] // 16 * 16
+        if not of_options:
+            return out * ~last[:, None]
+        plain = attention(query, key, value, is_causal=is_causal, scale=scale)
+        return torch.where(last[:, None], plain, out)
+
+    assert (of(kernel) == "softcap") == of_options
