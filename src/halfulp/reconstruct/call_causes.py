@@ -16,7 +16,7 @@ from halfulp.reconstruct.result_read import STRUCTURE
 from halfulp.reconstruct.silent_read import is_zero
 
 _HIDE = {"causal-mask", "window", "mask"}
-_LEFT_OUT = "tiles-skipped"  # keys, which a mask hides where it alone shows that
+_LEFT_OUT = {"tiles-skipped", "key-tail"}  # keys, which a mask hides where it alone shows that
 _OF_SOME_KEYS = ("unnormalized-first", "unnormalized-last")
 """How keys of twists begin that divide by the row sum of some keys alone."""
 _LOST = "scale-gone", "slip-Slip(stage='product', mistake='gone'"
@@ -46,7 +46,7 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     shows = emulator.observed.get((cause.trial, cause.tensor))  # None of what was merely told
     silent = silent or (shows is not None and is_zero(shows))
     hide = _HIDE | {"unwritten"} if silent else _HIDE
-    hide = hide | {_LEFT_OUT} if region.cause == "mask" else hide
+    hide = hide | _LEFT_OUT if region.cause == "mask" else hide
     hidden = {cause.cause.key, region.cause} <= hide
     if not cause.function or (cause.cause.key in told and cause.explained >= PROVEN and not hidden):
         return cause

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,31 @@ def _as_far_apart(name: str, other: str) -> Twist:
     return Twist(f"apart-{name}-{other}", told, "layout", turn, lambda _, tensors: tensors)
 
 
+def _transposed(trial: Trial) -> Trial | None:
+    call = trial.call
+    alike = call.query.shape == call.key.shape == call.value.shape
+    sees = call.sees
+    if not alike or sees.causal or sees.window or sees.mask is not None or call.sinks is not None:
+        return None
+    changed = {name: getattr(call, name).mT for name in ("query", "key", "value")}
+    turned = replace(call, **changed, scale=call.scale, shape=None)
+    return replace(trial, call=turned, grad_out=trial.grad_out.mT)
+
+
+def _transposed_back(trial: Trial, tensors: Tensors) -> Tensors:
+    # a row's lse is none of these, which have one for each feature
+    lse = {"lse": torch.zeros(trial.call.query.shape[:3])} if "lse" in tensors else {}
+    return {n: x.mT for n, x in tensors.items() if n != "lse"} | lse
+
+
+def _in_place(name: str, other: str, trial: Trial) -> Trial | None:
+    theirs = getattr(trial.call, other)
+    if theirs.shape != getattr(trial.call, name).shape:
+        return None
+    changed: dict[str, Any] = {name: theirs}
+    return replace(trial, call=replace(trial.call, **changed))
+
+
 def layouts() -> Iterator[Twist]:
     """Operands read in another order of dimensions, or in another's place."""
 
@@ -213,6 +239,11 @@ def layouts() -> Iterator[Twist]:
     yield Twist("layout-around", "O is written as [B, N, H, D] and returned as [B, H, N, D], and dO"
                 " is taken so", "layout", lambda trial: replace(trial, grad_out=_read(
                     trial.grad_out)), rewritten_out, around=True)  # fmt: skip
+    yield Twist("layout-features", "features attend to features: Q, K and V are transposed",
+                "layout", _transposed, _transposed_back)  # fmt: skip
+    for name, other in permutations(("query", "key", "value"), 2):
+        told = f"{other[0].upper()} stands in the place of {name[0].upper()}"
+        yield Twist(f"in-place-{name}-{other}", told, "other-data", partial(_in_place, name, other))
     for first, second in (("query", "key"), ("key", "value"), ("query", "value")):
         yield Twist(f"exchanged-{first}-{second}", f"{first} and {second} are exchanged", "layout",
                     exchanged(first, second), back_exchanged(first, second))  # fmt: skip

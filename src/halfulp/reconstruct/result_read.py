@@ -43,6 +43,7 @@ from halfulp.reconstruct.weights_read import (
 
 LARGE = 0.25  # of weights: no rounding makes such an error of them
 TWICE = 0.02  # of weights, that those which are counted twice may be off by: roundings make less
+LEFT = 1e-3  # of the largest value, that O may be of values that are 0
 READ = 0.5  # of an error that weights as they were read may leave
 OTHER_BITS = 0.05  # share of weights that differ from a recipe's: from there on it is another
 _UPSTREAM = {
@@ -266,6 +267,8 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     told = f"the weights are right to {100 * noise:.1g} %"
     if weights is None:
         told = "the weights, as they are read, do not make the error"
+    if tensor == "out" and weights is None and _of_nothing(emulator.run, trial):
+        return Read(f"{told}: O of values that are 0 is not 0, so that it has others", "other-data")
     where = one_term(emulator.run, trial, tensor)
     if where != "sum" and tensor == "out" and weights is None and normalized(emulator.run, trial):
         return Read(f"{told}; O is the same where V is larger: V is normalized", "value-factor")
@@ -317,6 +320,15 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
         return Read(f"{told}; {result} is off, more so from {terms} terms on", cause)
     cause = "out" if tensor == "out" else "grad-stored"
     return Read(f"{told}; {result} is off after it is summed", cause)
+
+
+def _of_nothing(run: Run, trial: Trial) -> bool:
+    """Whether O is finite and not 0 where all values are."""
+    call = replace(trial.call, value=torch.zeros_like(trial.call.value))
+    result = run(replace(trial, name=f"{trial.name}/V 0", call=call))
+    if result is None or not bool(result.out.isfinite().all()):
+        return False
+    return bool(result.out.abs().amax() > LEFT * trial.call.value.double().abs().amax())
 
 
 def _signs(emulator: Emulator, trial: Trial) -> list[float]:

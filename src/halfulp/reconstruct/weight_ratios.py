@@ -95,7 +95,7 @@ def compared_ratios(
         return alike() if common > noise / 4 else Read("the weights are right", "")
     found = (
         _of_maximum(call, rest, weight)
-        or _of_scores(call, rest, weight)
+        or of_scores(call, rest, weight)
         or _of_scaled_keys(call, log, weight)
         or _of_groups(call, rest, weight, noise, log)
         or _of_operands(call, rest, weight)
@@ -235,7 +235,7 @@ def _of_own_scores(call: Call, log: Tensor, weight: Tensor, left: float) -> Read
     return Read(f"scores are {1 + slope:.4g} × what they should be", "scale")
 
 
-def _of_scores(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
+def of_scores(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
     """Ratios that follow the scores: another scale, features left out, another function."""
     total = float(rest.square().sum())
     scores = torch.where(weight > 0, scores_of(call), 0.0)

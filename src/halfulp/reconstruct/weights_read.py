@@ -26,6 +26,7 @@ from halfulp.reconstruct.weight_ratios import (
     Read,
     compared_ratios,
     coordinates,
+    of_scores,
 )
 
 VISIBLE = 1e-6  # weights below it may round to 0
@@ -117,6 +118,9 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
         return Read(told, "backward-weights" if backward else "exponential")
     moved = not _of_own_scores(call, read, extra)
     small = _small(call, exact, lost)
+    log, clear = logarithms(read, exact)
+    if small is not None and (scaled := of_scores(call, centered(log, clear), clear)):
+        return replace(scaled, cause=in_backward(scaled.cause)) if backward else scaled
     if small is not None:
         return Read(small[0], in_backward(small[1]) if backward else small[1])
     for marked, possible, told in (
