@@ -18,7 +18,7 @@ from halfulp.reconstruct.keys_read import exchanged_keys
 from halfulp.reconstruct.naming import Named
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.regions import Region
-from halfulp.reconstruct.silent_read import below_the_hidden, left_out
+from halfulp.reconstruct.silent_read import below_the_maximum, left_out
 from halfulp.reconstruct.suggested import Fitted, factors
 from halfulp.reconstruct.weights_read import compared, over_heads
 from tests.reconstruct.exact_kernel import right
@@ -116,17 +116,25 @@ def test_corners_ends_and_chance_are_no_mask(lost):
 
 @pytest.mark.parametrize(("late", "cause"), [(True, "window"), (False, "unwritten")])
 def test_rows_whose_first_keys_are_hidden_are_a_matter_of_what_hides_them(late, cause):
-    trial = TRIALS["window"]
-    first = scores_of(trial.call).isfinite().int().argmax(-1)
-    gone = first > 40 if late else torch.arange(first.shape[-1]).expand_as(first) % 3 == 1
-    made = right(trial)
-    made = right(trial, out=made.out.masked_fill(gone[..., None], 0.0))
-    emulator = Emulator({trial: made, PLAIN: right(PLAIN)}, right)
+    window = TRIALS["window"]
+
+    def run(trial):
+        """Rows are never written, whatever their scores, where something is hidden."""
+        made, first = right(trial), scores_of(trial.call).isfinite().int().argmax(-1)
+        gone = first > 40 if late else torch.arange(first.shape[-1]).expand_as(first) % 3 == 1
+        gone = gone & (trial.call.sees.window is not None)
+        return right(trial, out=made.out.masked_fill(gone[..., None], 0.0))
+
+    emulator = Emulator({window: run(window), PLAIN: run(PLAIN)}, run)
     named = Named(CAUSES["unwritten"], "never written", 500.0, "out", "window", 1.0,
                   function=True, twists=("silent",))  # fmt: skip
     assert hidden_late(named, emulator).cause.key == cause
+
     # not where rows are 0 in calls as well in which nothing is hidden
-    both = Emulator({trial: made, PLAIN: right(PLAIN, out=right(PLAIN).out * 0)}, right)
+    def nothing(trial):
+        return right(trial, out=right(trial).out * 0)
+
+    both = Emulator({window: run(window), PLAIN: nothing(PLAIN)}, nothing)
     assert hidden_late(named, both).cause.key == "unwritten"
 
 
@@ -307,10 +315,10 @@ def test_rows_are_0_where_the_maximum_is_that_of_hidden_scores():
         return right(trial, out=right(trial).out.masked_fill(at[:, None], 0.0))
 
     peaks = TRIALS["hidden_peaks"]
-    assert below_the_hidden(Emulator({peaks: maximum_of_all(peaks), PLAIN: right(PLAIN)}, right))
-    assert not below_the_hidden(Emulator({PLAIN: some_rows(PLAIN)}, right))
+    assert below_the_maximum(Emulator({peaks: maximum_of_all(peaks), PLAIN: right(PLAIN)}, right))
+    assert not below_the_maximum(Emulator({PLAIN: some_rows(PLAIN)}, some_rows))
     both = {peaks: maximum_of_all(peaks), PLAIN: some_rows(PLAIN)}
-    assert not below_the_hidden(Emulator(both, right))
+    assert not below_the_maximum(Emulator(both, some_rows))
 
 
 @pytest.mark.parametrize("of_options", [True, False])
@@ -326,3 +334,66 @@ def test_ends_that_are_wrong_under_an_option_alone_are_the_options(of_options):
         return torch.where(last[:, None], plain, out)
 
     assert (of(kernel) == "softcap") == of_options
+
+
+@pytest.mark.parametrize(("of_scores", "told"), [(True, True), (False, False)])
+def test_rows_that_are_there_where_scores_are_higher_are_lost_to_a_maximum(of_scores, told):
+    """What lies where a maximum is read, or rows that nobody writes."""
+
+    def run(trial):
+        made, n = right(trial), trial.call.query.shape[2]
+        held = torch.where(torch.arange(n) % 3 == 1, 120.0, -100.0)
+        top = scores_of(trial.call).amax(-1) if of_scores else torch.zeros(n)
+        return right(trial, out=made.out.masked_fill((held - top > 90)[..., None], 0.0))
+
+    trials = (PLAIN, TRIALS["rising"])
+    assert below_the_maximum(Emulator({t: run(t) for t in trials}, run)) == told
+
+
+def test_values_that_alone_lie_otherwise_are_a_layout():
+    def kernel(query, key, value, *, is_causal, scale):
+        if value.is_contiguous() != key.is_contiguous():
+            b, h, n, d = value.shape
+            value = value.transpose(1, 2).reshape(b, h, n, d)
+        return attention(query, key, value, is_causal=is_causal, scale=scale)
+
+    assert of(kernel) == "layout"
+
+
+def test_features_that_attend_to_features_and_operands_in_anothers_place():
+    def channels(query, key, value, *, is_causal, scale):
+        if is_causal or query.shape != key.shape or key.shape != value.shape:
+            return attention(query, key, value, is_causal=is_causal, scale=scale)
+        turned = (x.mT for x in (query, key, value))
+        return attention(*turned, is_causal=False, scale=scale).mT
+
+    def values_for_keys(query, key, value, *, is_causal, scale):
+        key = value if key.shape == value.shape else key
+        return attention(query, key, value, is_causal=is_causal, scale=scale)
+
+    assert of(channels) == "layout"
+    assert of(values_for_keys) == "other-data"
+
+
+def test_an_exponential_without_its_maximum_is_told_from_rows_that_see_nothing():
+    def unstable(query, key, value, *, is_causal, scale, attn_mask=None):
+        s = query.float() @ key.float().mT * scale
+        hidden = torch.arange(s.shape[-1]) > torch.arange(s.shape[-2])[:, None]
+        s = s.masked_fill(hidden, -math.inf) if is_causal else s
+        boolean = attn_mask is not None and attn_mask.dtype == torch.bool
+        s = s if attn_mask is None else (
+            s.masked_fill(~attn_mask, -math.inf) if boolean else s + attn_mask)  # fmt: skip
+        p = s.exp()
+        return (p / p.sum(-1, keepdim=True) @ value.float()).to(query.dtype)
+
+    def blind(query, key, value, *, is_causal, scale, attn_mask=None):
+        out = attention(query, key, value, is_causal=is_causal, scale=scale)
+        if attn_mask is None:
+            return out
+        boolean = attn_mask.dtype == torch.bool
+        s = query.float() @ key.float().mT * scale
+        s = s.masked_fill(~attn_mask, -math.inf) if boolean else s + attn_mask
+        return (s.softmax(-1) @ value.float()).to(query.dtype)
+
+    assert of(unstable, "float32") in ("maximum", "non-finite")
+    assert of(blind, "float32") == "masked-row"

@@ -14,10 +14,10 @@ from halfulp.reconstruct import reconstruct
 from halfulp.reconstruct.emulating import Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import scores_of, weights_of
+from halfulp.reconstruct.non_finite import not_finite
 from halfulp.reconstruct.others_read import of_no_value, reads_others
 from halfulp.reconstruct.panel import panel
 from halfulp.reconstruct.result_read import result_read
-from halfulp.reconstruct.suggested import not_finite
 from halfulp.reconstruct.weights_read import compared, leaves_out
 from tests.reconstruct.exact_kernel import right
 

@@ -15,6 +15,7 @@ from halfulp.reconstruct import panel, suggested
 from halfulp.reconstruct.emulating import GRADIENTS, Emulator, Model
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.naming import named
+from halfulp.reconstruct.non_finite import not_finite
 from halfulp.reconstruct.sums_read import one_term
 from halfulp.reconstruct.twists import masks
 from tests.reconstruct.exact_kernel import right
@@ -83,7 +84,7 @@ def test_a_mask_behind_the_softmax_is_told_from_rows_that_see_nothing(lets_in):
 
     masked = TRIALS["masked"]
     emulator = Emulator({masked: run(masked)}, run)
-    assert suggested.not_finite(emulator)[3] == ("mask" if lets_in else "masked-row")
+    assert not_finite(emulator)[3] == ("mask" if lets_in else "masked-row")
 
 
 @pytest.mark.parametrize(("name", "cause"), [("biased_cross", "mask"), ("masked", "backward-mask")])

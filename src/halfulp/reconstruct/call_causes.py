@@ -13,7 +13,7 @@ from halfulp.reconstruct.part_ratios import hides
 from halfulp.reconstruct.places import FORMULAS, IN_GRADIENTS, OF_CALLS
 from halfulp.reconstruct.regions import Region
 from halfulp.reconstruct.result_read import STRUCTURE
-from halfulp.reconstruct.silent_read import is_zero
+from halfulp.reconstruct.silent_read import below_the_maximum, is_zero
 
 _HIDE = {"causal-mask", "window", "mask"}
 _LEFT_OUT = {"tiles-skipped", "key-tail"}  # keys, which a mask hides where it alone shows that
@@ -70,6 +70,9 @@ def hidden_late(cause: Named, emulator: Emulator) -> Named:
     """
     if cause.cause.key != "unwritten" or cause.tensor != "out":
         return cause
+    if below_the_maximum(emulator):
+        return replace(cause, cause=CAUSES["maximum"], text=f"{cause.text}: those that score far"
+                       " below what is hidden, or other rows")  # fmt: skip
     some = [name for (name, tensor), o in emulator.observed.items()
             if tensor == "out" and name != "small" and bool(o.gone.any())]  # fmt: skip
     of = {hides(emulator.trials[name].call) for name in some}

@@ -43,6 +43,7 @@ def _told(trial: Trial) -> dict[str, tuple[bool, str]]:
         "with other widths of keys and values": (d != call.value.shape[3], "ragged"),
         "whose features lie apart": (call.query.stride(-1) != 1, "layout"),
         "of operands that lie as [B, N, H, D]": (transposed, "layout"),
+        "of values alone that lie so": (q.is_contiguous() != call.value.is_contiguous(), "layout"),
         "of lengths off 16": (n_key % 16 != 0, "ragged"),
         "of lengths off 64": (n_key % 64 != 0, "ragged"),
         "of lengths off 128": (n_key % 128 != 0, "ragged"),

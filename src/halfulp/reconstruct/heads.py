@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfulp.calls import Call
 from halfulp.reconstruct.emulating import Twist
-from halfulp.reconstruct.exact import scores_of
+from halfulp.reconstruct.exact import scores_of, weights_of
 from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.twists import Tensors, Turn
 
@@ -156,6 +156,21 @@ def _as_far_apart(name: str, other: str) -> Twist:
     return Twist(f"apart-{name}-{other}", told, "layout", turn, lambda _, tensors: tensors)
 
 
+def _operands_in(turned: Callable[[Tensor], Tensor], trial: Trial) -> Trial:
+    call = trial.call
+    q, k, v = (turned(x) for x in (call.query, call.key, call.value))
+    return replace(trial, call=replace(call, query=q, key=k, value=v))
+
+
+def _weighed_across(trial: Trial, tensors: Tensors) -> Tensors:
+    if "out" not in tensors:
+        return tensors
+    call, weights = trial.call, weights_of(trial.call, _scores(trial))
+    across = (weights.mT - weights) @ call.value.double().repeat_interleave(call.groups, 1)
+    changed = (tensors["out"] + across).to(call.query.dtype)
+    return tensors | {"out": changed.to(tensors["out"].dtype)}
+
+
 def _transposed(trial: Trial) -> Trial | None:
     call = trial.call
     alike = call.query.shape == call.key.shape == call.value.shape
@@ -181,12 +196,32 @@ def _in_place(name: str, other: str, trial: Trial) -> Trial | None:
     return replace(trial, call=replace(trial.call, **changed))
 
 
+def _operands_otherwise() -> Iterator[Twist]:
+    """Operands that are read in another order while O is not, or in another's place, and weights
+    that are transposed.
+    """
+    for key, text, turned_to in (
+        ("viewed", "rows of all heads, [B, N, H, D], are viewed as [B, H, N, D]", _written),
+        ("read", "the memory of [B, H, N, D] is read as [B, N, H, D], and O is put in its place",
+         _read),
+    ):  # fmt: skip
+        yield Twist(f"layout-{key}", text, "layout", partial(_operands_in, turned_to))
+    yield Twist("weights-transposed", "the weights are transposed before they weigh V", "layout",
+                lambda trial: replace(trial) if trial.call.scores_shape[2] ==
+                trial.call.scores_shape[3] else None, _weighed_across)  # fmt: skip
+    yield Twist("layout-features", "features attend to features: Q, K and V are transposed",
+                "layout", _transposed, _transposed_back)  # fmt: skip
+    for name, other in permutations(("query", "key", "value"), 2):
+        told = f"{other[0].upper()} stands in the place of {name[0].upper()}"
+        yield Twist(f"in-place-{name}-{other}", told, "other-data", partial(_in_place, name, other))
+
+
 def layouts() -> Iterator[Twist]:
     """Operands read in another order of dimensions, or in another's place."""
 
     def turned(trial: Trial) -> Trial | None:
         call = trial.call
-        if call.groups != 1 or call.sees.mask is not None or call.sinks is not None:
+        if call.sees.mask is not None or call.sinks is not None:
             return None
         q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
         if q.shape[1] != k.shape[1]:
@@ -239,11 +274,7 @@ def layouts() -> Iterator[Twist]:
     yield Twist("layout-around", "O is written as [B, N, H, D] and returned as [B, H, N, D], and dO"
                 " is taken so", "layout", lambda trial: replace(trial, grad_out=_read(
                     trial.grad_out)), rewritten_out, around=True)  # fmt: skip
-    yield Twist("layout-features", "features attend to features: Q, K and V are transposed",
-                "layout", _transposed, _transposed_back)  # fmt: skip
-    for name, other in permutations(("query", "key", "value"), 2):
-        told = f"{other[0].upper()} stands in the place of {name[0].upper()}"
-        yield Twist(f"in-place-{name}-{other}", told, "other-data", partial(_in_place, name, other))
+    yield from _operands_otherwise()
     for first, second in (("query", "key"), ("key", "value"), ("query", "value")):
         yield Twist(f"exchanged-{first}-{second}", f"{first} and {second} are exchanged", "layout",
                     exchanged(first, second), back_exchanged(first, second))  # fmt: skip

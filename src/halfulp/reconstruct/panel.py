@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from halfulp.calls import Call, Result, Sees
-from halfulp.targets.manner import APART, laid_out
+from halfulp.targets.manner import APART, VALUES, laid_out
 
 SMALL = 200_000  # pairs of queries and keys
 FLAT = 16  # tokens of a call whose scores are one number
@@ -35,8 +35,10 @@ class Trial:
     @property
     def manner(self) -> str:
         """In which memory a kernel is given it: `targets.manner`."""
-        q, do = self.call.query, self.grad_out
+        q, v, do = self.call.query, self.call.value, self.grad_out
+        alike = q.is_contiguous() == v.is_contiguous()
         lies = "contiguous" if q.is_contiguous() else "transposed"
+        lies = lies if alike else VALUES
         lies = lies if q.stride(-1) == 1 else APART
         return f"{lies}/{'contiguous' if do.is_contiguous() else 'transposed'}/once"
 
@@ -159,6 +161,12 @@ def _strided_operands(g: torch.Generator) -> dict[str, Any]:
     return x | {"grad_out": x["grad_out"].contiguous()}
 
 
+def _strided_values(g: torch.Generator) -> dict[str, Any]:
+    """Values that lie so, and nothing else."""
+    x = _operands(g, (2, 3, 3), (48, 48), (32, 32))
+    return x | {"value": x["value"].transpose(1, 2).contiguous().transpose(1, 2)}
+
+
 def _apart(g: torch.Generator) -> dict[str, Any]:
     """Operands of which every second element in memory is a feature."""
     return _operands(g, (2, 2, 2), (48, 48), (32, 32)) | {"memory": APART}
@@ -213,6 +221,13 @@ def _both(*, additive: bool = True, causal: bool = False, **options: Any) -> Dra
         return x | {"sees": Sees(causal=causal, mask=mask)} | options
 
     return draw
+
+
+def _masked_window(g: torch.Generator) -> dict[str, Any]:
+    """A boolean mask and a window at once, as many queries as keys."""
+    x = _operands(g, (2, 2, 2), (60, 60), (32, 32))
+    mask = (torch.rand(2, 1, 60, 60, generator=g) > 0.3) | torch.eye(60).bool()
+    return x | {"sees": Sees(window=(15, 10), mask=mask)}
 
 
 def _biased_cross(g: torch.Generator) -> dict[str, Any]:
@@ -329,6 +344,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "capped_window": ("causal, 15 keys back, scores capped at 3, scale 0.3",
                       _of((1, 2, 2), (60, 60), (32, 32), softcap=3.0, scale=0.3,
                           sees=Sees(causal=True, window=(15, 0)))),
+    "masked_window": ("15 keys back and 10 on, a boolean mask for each sequence", _masked_window),
     "sinks_window": ("causal, 15 keys back, a sink for each head, scale 0.3",
                      _of((1, 2, 2), (60, 60), (32, 32), sinks=torch.tensor([1.0, -1.0]), scale=0.3,
                          sees=Sees(causal=True, window=(15, 0)))),
@@ -340,6 +356,7 @@ _RARER: dict[str, tuple[str, Draw]] = {
     "one_key_head": ("4 heads on 1 key head", _of((2, 4, 1), (48, 72), (32, 32))),
     "widest": ("D = 256", _of((1, 2, 2), (70, 70), (256, 256))),
     "strided": ("[B, N, H, D] in memory", _strided),
+    "strided_values": ("values alone [B, N, H, D] in memory", _strided_values),
     "features_apart": ("every second element in memory a feature", _apart),
     "small_queries": ("queries around 2⁻¹⁸, keys around 3000", partial(_unequal, "query", "key")),
     "small_keys": ("keys around 2⁻¹⁸, queries around 3000", partial(_unequal, "key", "query")),

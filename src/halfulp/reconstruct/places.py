@@ -19,6 +19,7 @@ from halfulp.reconstruct.evidence import HARMFUL, ONCE, SOUND, WORST, Fit, Fits,
 from halfulp.reconstruct.groups_read import members_counted, of_whole_heads
 from halfulp.reconstruct.leftover import CONCENTRATED, few_elements, where_left
 from halfulp.reconstruct.moved_read import misplaced
+from halfulp.reconstruct.non_finite import not_finite
 from halfulp.reconstruct.others_read import (
     of_memory,
     of_no_grad_out,
@@ -29,8 +30,8 @@ from halfulp.reconstruct.others_read import (
 from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.part_ratios import COARSEST
 from halfulp.reconstruct.result_read import STRUCTURE, result_read
-from halfulp.reconstruct.silent_read import below_the_hidden, silent_rows
-from halfulp.reconstruct.suggested import exchanged, not_finite
+from halfulp.reconstruct.silent_read import below_the_maximum, silent_rows
+from halfulp.reconstruct.suggested import exchanged
 from halfulp.reconstruct.weight_ratios import Read
 from halfulp.reconstruct.weights_read import leaves_out, over_heads
 
@@ -56,7 +57,8 @@ OF_CALLS = (*_OPTIONS, "causal-mask", "key-heads", "ragged")
 _FACTORS = {"scale", "grad-scale", "value-factor", "lse-other"}
 FORMULAS = {"causal-mask": _FACTORS, "key-heads": _FACTORS,
             "ragged": (_FACTORS | {"rescale"}) - {"lse-other"},
-            "window": {"lse-other"}, "mask": {"lse-other"}, "softcap": {"lse-other"}}  # fmt: skip
+            "window": {"lse-other", "scale"}, "mask": {"lse-other", "scale"},
+            "softcap": {"lse-other"}}  # fmt: skip
 """What is no matter of the calls that alone have it: no mask or tail multiplies a scale, and
 no size is why a sum is not rescaled."""
 _ENDS = {"query-tail", "key-tail", "grad-tail"}
@@ -411,8 +413,8 @@ def _silent(emulator: Emulator, trial: Trial, tensor: str, *, gross: bool) -> tu
         moved, key = misplaced(observed, _exact_gradients(emulator, trial, tensor))
         if key:  # some of it from where there is nothing
             return f"{text}; {moved}", key
-    if tensor == "out" and below_the_hidden(emulator):
-        return f"{text}, of which what is hidden scores far above the rest", "maximum"
+    if tensor == "out" and below_the_maximum(emulator):
+        return f"{text}, which score far below what is hidden, or other rows", "maximum"
     gone = [emulator.trials[n] for (n, t), o in emulator.observed.items()
             if t == tensor and n != "small" and silent_rows(o)[1]]  # fmt: skip
     return text, call_kinds.option_of(gone) or cause  # an option alone hides what it makes 0

@@ -143,7 +143,8 @@ def result_read(
         if own is not None:
             return own
     if elsewhere:
-        return _after_weights(emulator, model, trial, None, tensor)
+        said = _after_weights(emulator, model, trial, None, tensor)
+        return said if backward or said.cause else _of_nothing(emulator.run, trial) or said
     if backward and how.kind in ("tail", "rows") and _twice(weights, exact, how):
         return Read(f"P is twice what it should be{how.where}, which are counted twice", "")
     if how.kind == "tail" and read.cause in _BY_ROWS:
@@ -267,8 +268,6 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     told = f"the weights are right to {100 * noise:.1g} %"
     if weights is None:
         told = "the weights, as they are read, do not make the error"
-    if tensor == "out" and weights is None and _of_nothing(emulator.run, trial):
-        return Read(f"{told}: O of values that are 0 is not 0, so that it has others", "other-data")
     where = one_term(emulator.run, trial, tensor)
     if where != "sum" and tensor == "out" and weights is None and normalized(emulator.run, trial):
         return Read(f"{told}; O is the same where V is larger: V is normalized", "value-factor")
@@ -322,13 +321,16 @@ def _after_weights(emulator: Emulator, model: Model, trial: Trial, weights: Tens
     return Read(f"{told}; {result} is off after it is summed", cause)
 
 
-def _of_nothing(run: Run, trial: Trial) -> bool:
+def _of_nothing(run: Run, trial: Trial) -> Read | None:
     """Whether O is finite and not 0 where all values are."""
     call = replace(trial.call, value=torch.zeros_like(trial.call.value))
     result = run(replace(trial, name=f"{trial.name}/V 0", call=call))
     if result is None or not bool(result.out.isfinite().all()):
-        return False
-    return bool(result.out.abs().amax() > LEFT * trial.call.value.double().abs().amax())
+        return None
+    if result.out.abs().amax() < LEFT * trial.call.value.double().abs().amax():
+        return None
+    told = "the weights, as they are read, do not make the error"
+    return Read(f"{told}; O of values that are 0 is not 0: it has others", "other-data")
 
 
 def _signs(emulator: Emulator, trial: Trial) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from halfulp.algorithms import golden
@@ -18,7 +19,8 @@ from halfulp.reconstruct.panel import Trial, simplicity
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.twists import Tensors
 
-FAR = 60.0  # scores, below which exponentials are nothing
+FAR, HALF_FAR = 60.0, 16.0  # scores, below which exponentials are nothing, and nothing in float16
+HIGHER = 256.0  # by which scores are raised
 MOSTLY = 0.98  # of a result is 0: all of it is
 FEW = 0.03  # of a result's rows may be 0 without being a matter of their own
 HALF = 0.5  # of an error, that rows which are 0 must hold
@@ -124,22 +126,40 @@ def _last_of_all(keys: Tensor) -> bool:
     return bool((keys == first).all()) and bool((first.int().diff() >= 0).all())
 
 
-def below_the_hidden(emulator: Emulator) -> bool:
-    """Whether rows of O are 0 in those calls alone where what they see scores far below what is
-    hidden from them, or below 0 where others as low are not: the maximum has these as well.
+def below_the_maximum(emulator: Emulator) -> bool:
+    """Whether rows of O are 0 whose scores lie far below the maximum that is taken off: in those
+    calls alone where what they see scores far below what is hidden from them, below other rows, or
+    below 0, and others as low are not; or they are there where all scores lie higher.
     """
     told = []
     for (name, tensor), observed in emulator.observed.items():
         if tensor == "out" and name != "small" and bool(observed.gone.any()):
             call, gone = emulator.trials[name].call, observed.gone
             seen, every = (scores_of(x).amax(-1) for x in (call, replace(call, sees=EVERYTHING)))
-            below = every.clamp_min(0)[gone] - seen[gone]
-            if call.sees.added is not None or bool((below < FAR).any()):
-                return False
+            most = every.amax(-1, keepdim=True).clamp_min(0).expand_as(every)
+            far = HALF_FAR if call.query.dtype == torch.float16 else FAR
+            if call.sees.added is not None or bool(((most - seen)[gone] < far).any()):
+                return _there_where_higher(emulator, name, gone)
             rest = seen[~gone & seen.isfinite()]
             others = bool((rest < seen[gone].max()).any())  # no number hides those that are lower
-            told.append(others or bool((every - seen)[gone].max() > FAR))
+            told.append(others or bool((every - seen)[gone].max() > far))
     return any(told)
+
+
+def _there_where_higher(emulator: Emulator, name: str, gone: Tensor) -> bool:
+    """Whether most rows of O that are 0 on a call are not where its scores are all higher: a
+    feature of Q and of K is what adds to each.
+    """
+    trial = emulator.trials[name]
+    call = trial.call
+    query, key = call.query.clone(), call.key.clone()
+    query[..., 0], key[..., 0] = HIGHER / 8, 8 / call.scale
+    higher = replace(call, query=query, key=key, softcap=0.0)
+    result = emulator.run(replace(trial, name=f"{trial.name}/higher", call=higher))
+    if result is None or call.softcap:
+        return False
+    there = (result.out.nan_to_num(0.0) != 0).any(-1)
+    return float(there[gone].double().mean()) > MOSTLY / 2
 
 
 def _beyond_the_end(emulator: Emulator, zero: Mapping[tuple[str, str], Tensor]) -> bool:

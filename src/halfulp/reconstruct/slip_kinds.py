@@ -236,6 +236,7 @@ MULTIPLIED = {"value", "weights_in_out", "out"}
 """Stages of which a factor is one on O."""
 _RESULTS = {"out", "dq", "dk", "dv"}
 _SUMS = {"dq_sum", "dk_sum", "dv_sum"}
+_OUT = {"accumulator", "divided_out"}
 COARSE = 0.1  # off a factor of 1: no format of a sum makes more
 OTHERS = {name for name in MISTAKES if name.startswith(("head", "batch"))}
 MOVED = OTHERS | {"row-1", "row+1", "stale", "goes on"}
@@ -383,6 +384,8 @@ class Slip:
             return tail if self.stage in FORWARD_STAGES else "grad-tail"
         if self.mistake == "stale" and self.stage in _SUMS:
             return "grad-tail"  # what blocks add is lost
+        if self.mistake == "stale" and self.stage in _OUT and "last keys" in self.parts:
+            return "key-tail"  # likewise
         if self.mistake in FACTORS and self.stage in _SUMS and abs(self.factor - 1) > COARSE:
             return "grad-tail" if blocks else "grad-scale"
         if self.mistake in ROUNDINGS:

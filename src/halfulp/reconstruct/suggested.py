@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halfulp.calls import Call, Sees
+from halfulp.calls import Call
 from halfulp.reconstruct.call_kinds import option_of
 from halfulp.reconstruct.emulating import GRADIENTS, SHORT, Emulator, Model, Twist
 from halfulp.reconstruct.evidence import Observed
 from halfulp.reconstruct.exact import row_maximum, scores_of, weights_of
 from halfulp.reconstruct.limits_read import cut_off
-from halfulp.reconstruct.panel import Run, Trial, simplicity
+from halfulp.reconstruct.panel import Trial
 from halfulp.reconstruct.ranges import ranges
 from halfulp.reconstruct.silent_read import left_out, silent
 from halfulp.reconstruct.sums_read import of_division
@@ -37,7 +37,6 @@ ONE_KIND = 0.5  # of what scales differ by in calls of two kinds, that they may 
 ROOT = 0.02  # of a number: what a scale that was fitted may be off by
 HALF = 0.5  # of an error, that what lies elsewhere must hold
 STEADY = 0.1  # of a number that is added to every row's sum: what it may differ by
-_EXP_RANGE = 87.0  # exp of more is no float32
 SOME = 16  # rows
 ROUGHLY = 0.1  # of a row, that rounding may make its error at most
 FAR = 5.0  # from 0, that scores lie whose exponentials may vanish
@@ -209,52 +208,6 @@ def _row_errors(observed: Observed) -> Tensor:
     off = torch.where(observed.usable, observed.value - observed.exact, 0.0)
     share: Tensor = off.norm(dim=-1) / observed.exact.norm(dim=-1).clamp_min(1e-300)
     return share
-
-
-def not_finite(emulator: Emulator) -> tuple[str, str, str, str] | None:
-    """The first result that is not finite where it should be, on the simplest call: the result, the
-    call, in words, and the cause.
-    """
-    broken = emulator.nonfinite
-    if not broken:
-        return None
-    trial, tensor = min(broken, key=lambda k: (list(SHORT).index(k[1]), simplicity(k[0])))
-    scores = scores_of(emulator.trials[trial].call)
-    lse = scores.logsumexp(-1)
-    text, cause = f"{broken[trial, tensor]} elements are not finite", "non-finite"
-    if tensor in GRADIENTS and float(lse[lse.isfinite()].abs().max()) > _EXP_RANGE:
-        text, cause = f"{text}, where exp(−lse) is beyond float32", "exp-of-lse"
-    elif tensor not in GRADIENTS and _hides_peaks(emulator.trials[trial], lse):
-        text += ", where what is hidden scores far above what is seen: is it taken out after exp?"
-    elif tensor not in GRADIENTS and float(scores[scores.isfinite()].abs().max()) > _EXP_RANGE:
-        text += ", where exp of a score is beyond float32: is the row maximum subtracted?"
-    elif tensor == "out" and _of_one_pair(emulator.run, emulator.trials[trial]):
-        text, cause = f"{text}, by a mask that hides one key from each row as well", "mask"
-    elif bool(lse.isinf().any()):
-        text, cause = f"{text}, in calls with rows that see nothing", "masked-row"
-    return tensor, trial, text, cause
-
-
-def _hides_peaks(trial: Trial, lse: Tensor) -> bool:
-    """Whether what a mask hides scores so far above what is seen that its exp is no float32."""
-    if trial.call.sees.mask is None or trial.call.sees.added is not None:
-        return False
-    every = scores_of(replace(trial.call, sees=Sees())).amax(-1)
-    return bool(((every - lse)[lse.isfinite()] > _EXP_RANGE).any())
-
-
-def _of_one_pair(run: Run, trial: Trial) -> bool:
-    """Whether O is not finite under a boolean mask that hides one key from each row."""
-    mask = trial.call.sees.mask
-    if mask is None or mask.dtype != torch.bool:
-        return False
-    seen = torch.ones_like(mask)
-    seen.scatter_(-1, torch.arange(mask.shape[-2]).view(-1, 1).expand_as(mask) % mask.shape[-1],
-                  False)  # fmt: skip
-    asked = replace(trial, name=f"{trial.name}/one hidden",
-                    call=replace(trial.call, sees=Sees(mask=seen)))  # fmt: skip
-    result = run(asked)
-    return result is not None and not bool(result.out.isfinite().all())
 
 
 def exchanged(observed: Observed) -> tuple[str, str]:

@@ -445,7 +445,7 @@ def _few_keys(ratio: Tensor) -> Read | None:
     where = off.nonzero().flatten()
     at_an_end = len(where) == int(where[-1] - where[0]) + 1 and (
         int(where[0]) == 0 or int(where[-1]) == len(ratio) - 1)  # fmt: skip
-    if not at_an_end and abs(factor - 2) < TWICE:
+    if abs(factor - 2) < TWICE and (not at_an_end or int(where[0]) == 0 < len(where) - 1 < WHOLE):
         # once, as of a last block that is moved back; again and again, as where parts overlap
         runs = 1 + int((where.diff() > 1).sum())
         return Read(f"{told}: they are read twice", "other-data" if runs == 1 else "split-merge")

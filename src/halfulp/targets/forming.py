@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from halfulp.targets.form import BUFFERS, NEW, PAGE, ROLES, Form
-from halfulp.targets.manner import laid_out
+from halfulp.targets.manner import laid_out, memory_of
 from halfulp.targets.target import UnsupportedError
 
 Passed = tuple[str, Tensor, Tensor]
@@ -287,7 +287,8 @@ def _appending(whole: _Whole, new: int, memory: str, parameters: frozenset[str])
                 parts = [x[:, :rows] for x in parts] if after else parts
             else:
                 parts = [x[:, x.shape[1] - after - rows : x.shape[1] - after] for x in parts]
-            given[argument.name] = laid_out(_arranged(parts, argument.dims), memory, None)
+            given[argument.name] = laid_out(
+                _arranged(parts, argument.dims), memory_of(memory, role), None)  # fmt: skip
         sizes = replace(whole, q_lengths=(rows,) * len(total)) if after else whole
         return sizes.call(given, parameters, [n - after - rows for n in total], lent)
 
@@ -336,7 +337,7 @@ def _tensors(
         arranged = [_arranged(part, inner, table, form.page) for part in parts]
         axis = next((i for i, d in enumerate(argument.dims) if d in ("2", "3")), None)
         x = arranged[0] if axis is None else torch.stack(arranged, axis)
-        built[argument.name] = laid_out(x, memory, None)
+        built[argument.name] = laid_out(x, memory_of(memory, argument.role), None)
     return built
 
 

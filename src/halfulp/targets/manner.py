@@ -20,6 +20,11 @@ APART = "apart"
 features side by side, so that audits leave it out.
 """
 
+VALUES = "values-transposed"
+"""Value alone a view of `[B, N, H, D]`, query and key dense: kernels that take one's strides for
+both are seen. Left out by audits likewise.
+"""
+
 GRAD_MEMORY = ("contiguous", "transposed", "expanded")
 """Of dO; expanded: one row for all queries, whose stride is 0, as a sum's gradient has."""
 
@@ -39,10 +44,17 @@ PLAIN = "contiguous/contiguous/once"
 def parted(manner: str) -> tuple[str, str, str]:
     """Memory, memory of dO, and calls; ValueError for anything else."""
     parts = manner.split("/")
-    known = ((*MEMORY, APART), GRAD_MEMORY, (*CALLS, FILLED))
+    known = ((*MEMORY, APART, VALUES), GRAD_MEMORY, (*CALLS, FILLED))
     if len(parts) != 3 or any(part not in names for part, names in zip(parts, known, strict=True)):
         raise ValueError(f"manner={manner!r}: accepted is MEMORY/MEMORY OF dO/CALLS")
     return parts[0], parts[1], parts[2]
+
+
+def memory_of(memory: str, role: str) -> str:
+    """In which memory the operand of this role lies where a call's operands lie in `memory`."""
+    if memory != VALUES:
+        return memory
+    return "transposed" if role == "value" else "contiguous"
 
 
 @contextlib.contextmanager
