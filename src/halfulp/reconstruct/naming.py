@@ -63,6 +63,7 @@ _EXACT = ("=exact", " in fp64")  # what is not rounded is no cause
 _BACKWARD_TWISTS = {
     "causal-mask": "backward-mask",
     "mask": "backward-mask",
+    "window": "backward-mask",
     "mask-finite": "backward-mask",
     "key-tail": "grad-tail",
     "query-tail": "grad-tail",

@@ -273,8 +273,8 @@ class _Errors:
             for step in (4.0, 4.0, 2.0, 1.4, 1.2, 1.1):
                 near = (best.slip.factor * s for s in (step, 1 / step))
                 best = min(best, *self.all(replace(slip, factor=f) for f in near if f <= most))
-            return self._or_gone(best) if slip.mistake == "within" and (
-                best.slip.factor < LIMIT) else best  # fmt: skip
+            capped = slip.mistake == "within" and slip.stage in ("product", "scores")
+            return self._or_gone(best) if capped and best.slip.factor < LIMIT else best
         if slip.mistake not in FACTORS:
             return self(slip)
         best = self(slip if slip.factor != 1 else replace(slip, factor=1.25))
