@@ -1,6 +1,6 @@
 """How often `halfulp reconstruct` names the right cause of a fault it was not written against.
 
-    python -m benchmarks.reconstruct_faults [--set first|…|fiftysixth|table|wrapped]
+    python -m benchmarks.reconstruct_faults [--set first|second|…|table|wrapped]
         [--only NAME] [--part I/N] [--json FILE]
 
 Every set was frozen before the search saw it (docs/unseen.md has its first figures, docs/log.md the
