@@ -9,7 +9,7 @@ from typing import Any
 
 SETS = tuple(
     f"{of}.{each}"
-    for of, last in (("attention", 74), ("operations", 14))
+    for of, last in (("attention", 79), ("operations", 14))
     for each in ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth",
                  "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth", "fifteenth",
                  "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth",
@@ -25,7 +25,8 @@ SETS = tuple(
                  "fiftyninth", "sixtieth", "sixtyfirst", "sixtysecond", "sixtythird",
                  "sixtyfourth", "sixtyfifth", "sixtysixth", "sixtyseventh", "sixtyeighth",
                  "sixtyninth", "seventieth", "seventyfirst", "seventysecond", "seventythird",
-                 "seventyfourth")[:last]
+                 "seventyfourth", "seventyfifth", "seventysixth", "seventyseventh",
+                 "seventyeighth", "seventyninth")[:last]
 )  # fmt: skip
 """The modules of this folder that hold a set: `FAULTS` and `SOUND`."""
 
