@@ -110,7 +110,7 @@ def _exact(case: Case) -> Exact:
     # taken out and put in again at the end: a dictionary's order is then that of the last use
     found = _held.pop(case, None)
     if found is None:
-        # made again in every process: all of them on disk would fill the cache (docs/log.md)
+        # short ones are made again in every process: to read them takes as long (docs/log.md)
         x = case.inputs()
         found = Exact(x, _truth(case, x))
     _held[case] = found
@@ -123,9 +123,9 @@ def _exact(case: Case) -> Exact:
     return found
 
 
-_LONG, _MOST_KEPT = 257, 2**20
+_LONG, _MOST_KEPT = 200, 2**20
 """Keys from which on a golden result takes far longer to compute (N²) than to read (N), and
-elements of a query up to which it is kept: with the probes' 256 they would be 240 MB a plan.
+elements of a query up to which it is kept: 240 MB a plan.
 """
 
 

@@ -24,7 +24,7 @@ from halfulp.runs.folder import TEMPORARY, whole_file
 VARIABLE = "HALFULP_CACHE"
 """Moves the folder, or forbids it with `off`."""
 
-MOST_BYTES = 256 * 2**20
+MOST_BYTES = 512 * 2**20
 """What all entries together may take; beyond it those go that were not read for longest."""
 
 # the digest stands inside of what it is the digest of: it is taken with zeros in its place
