@@ -10,7 +10,7 @@ import torch
 
 from halfulp.calls import EVERYTHING, Result
 from halfulp.reconstruct import reconstruct
-from halfulp.reconstruct.call_causes import hidden_late, of_calls
+from halfulp.reconstruct.call_causes import of_calls, why_unwritten
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import Emulator
 from halfulp.reconstruct.exact import scores_of, weights_of
@@ -128,14 +128,14 @@ def test_rows_whose_first_keys_are_hidden_are_a_matter_of_what_hides_them(late, 
     emulator = Emulator({window: run(window), PLAIN: run(PLAIN)}, run)
     named = Named(CAUSES["unwritten"], "never written", 500.0, "out", "window", 1.0,
                   function=True, twists=("silent",))  # fmt: skip
-    assert hidden_late(named, emulator).cause.key == cause
+    assert why_unwritten(named, emulator).cause.key == cause
 
     # not where rows are 0 in calls as well in which nothing is hidden
     def nothing(trial):
         return right(trial, out=right(trial).out * 0)
 
     both = Emulator({window: run(window), PLAIN: nothing(PLAIN)}, nothing)
-    assert hidden_late(named, both).cause.key == "unwritten"
+    assert why_unwritten(named, both).cause.key == "unwritten"
 
 
 # --- groups, options, the scale

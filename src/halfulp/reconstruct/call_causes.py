@@ -64,9 +64,10 @@ def of_calls(cause: Named, region: Region, emulator: Emulator) -> Named:
     return replace(cause, cause=CAUSES[key], text=text)
 
 
-def hidden_late(cause: Named, emulator: Emulator) -> Named:
-    """What is never written is a matter of what hides pairs, where rows of O are 0 in calls alone
-    whose first keys that hides for these rows, so many and more.
+def why_unwritten(cause: Named, emulator: Emulator) -> Named:
+    """What is taken for never written is a matter of the row maximum, where rows of O are 0 that
+    score far below it; or of what hides pairs, where rows are 0 in calls alone whose first keys
+    that hides for these rows, so many and more.
     """
     if cause.cause.key != "unwritten" or cause.tensor != "out":
         return cause

@@ -233,10 +233,7 @@ def layouts() -> Iterator[Twist]:
         return {name: x.transpose(1, 2) for name, x in tensors.items()}
 
     def reread(trial: Trial) -> Trial:
-        call = trial.call
-        q, k, v = (_read(x) for x in (call.query, call.key, call.value))
-        return replace(trial, call=replace(call, query=q, key=k, value=v),
-                       grad_out=_read(trial.grad_out))  # fmt: skip
+        return replace(_operands_in(_read, trial), grad_out=_read(trial.grad_out))
 
     def rewritten(_: Trial, tensors: Tensors) -> Tensors:
         return {name: x if name == "lse" else _written(x) for name, x in tensors.items()}

@@ -61,7 +61,7 @@ def _hides_peaks(trial: Trial, lse: Tensor) -> bool:
     """Whether what a mask hides scores so far above what is seen that its exp is no float32."""
     if trial.call.sees.mask is None or trial.call.sees.added is not None:
         return False
-    every = scores_of(replace(trial.call, sees=Sees())).amax(-1)
+    every = scores_of(replace(trial.call, sees=EVERYTHING)).amax(-1)
     return bool(((every - lse)[lse.isfinite()] > _EXP_RANGE).any())
 
 

@@ -148,7 +148,7 @@ def unexplained(
         ) and emulator.observed[worst, tensor].relative > COARSEST:  # fmt: skip
             cause = "lse-other"  # O has the row sum right, and no format loses so much
         if cause in _ENDS and (option := _of_an_option(emulator, bad, right)):
-            text, cause = f"{text}, in calls with an option alone", option
+            text, cause = f"{text}, in calls with {option} alone", option
         out = usual.get((worst, "out"))
         forward = out is not None and out.times > FAR  # told by a cause, or by a place of its own
         if tensor in GRADIENTS and not forward and not any(p.tensor == "out" for p in found):

@@ -152,11 +152,13 @@ def _there_where_higher(emulator: Emulator, name: str, gone: Tensor) -> bool:
     """
     trial = emulator.trials[name]
     call = trial.call
+    if call.softcap:  # which raises none past it
+        return False
     query, key = call.query.clone(), call.key.clone()
     query[..., 0], key[..., 0] = HIGHER / 8, 8 / call.scale
-    higher = replace(call, query=query, key=key, softcap=0.0)
+    higher = replace(call, query=query, key=key)
     result = emulator.run(replace(trial, name=f"{trial.name}/higher", call=higher))
-    if result is None or call.softcap:
+    if result is None:
         return False
     there = (result.out.nan_to_num(0.0) != 0).any(-1)
     return float(there[gone].double().mean()) > MOSTLY / 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from halfulp.operations import DTYPES
 from halfulp.recipes import Recipe
-from halfulp.reconstruct.call_causes import hidden_late, of_calls
+from halfulp.reconstruct.call_causes import of_calls, why_unwritten
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.emulating import FORWARD, TENSORS, Emulator, Model
 from halfulp.reconstruct.evidence import HARMFUL, UNEXPLAINED
@@ -58,7 +58,7 @@ def upheld(
         foretold = [n for n in causes if _predicts(emulator, model, n, fresh)]
         told = {p.tensor for p in places}
         causes = foretold or [_not_again(n) for n in causes if n.tensor not in told]
-    causes = [hidden_late(n, emulator) for n in causes]
+    causes = [why_unwritten(n, emulator) for n in causes]
     if region is not None and region.rows:
         causes = [_of_rows(n, region) for n in causes]
     if region is not None and region.cause in OF_CALLS:

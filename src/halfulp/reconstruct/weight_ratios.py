@@ -36,6 +36,7 @@ STEADY = 0.2  # of how factors vary, that one number added to row sums may leave
 WHOLE, KEPT = 32, 0.1  # keys with a factor of more are a part that is merged otherwise
 HALF, MORE = 0.5, 1.1  # of the squares, that one number explains; times what one a row leaves
 ALONG = 0.5  # the cosine of factors with the row sums that they lack
+TOLD = 0.5  # off 1, from where on a scale that enters twice is told from what is right
 TWICE = 0.05  # of a factor of 2, that keys which are read twice may be off by
 FEW_ROWS = 16  # with fewer any ratio is a function of the key
 # rms of the ratios that rounding makes
@@ -279,7 +280,7 @@ def _of_features(call: Call, rest: Tensor, weight: Tensor) -> Read | None:
         return None
     told = f"features {ranges(off.nonzero().flatten())} of {d} enter the scores"
     size = 1 + float(factor[off].mean())
-    if abs(size / call.scale - 1) < TWICE and abs(call.scale - 1) > ALONG:
+    if abs(size / call.scale - 1) < TWICE and abs(call.scale - 1) > TOLD:
         return Read(f"{told} multiplied by the scale once more", "scale")
     return Read(f"{told} {size:.2g} × what they should", "ragged" if abs(size) < 0.1 else "operand")
 

@@ -41,6 +41,7 @@ SOME_LOST = 4  # weights of a row that are 0, and that are not
 TURNS, TURN = 4, 16  # more runs of keys, no farther from one to the next, are no tiles
 ALONG = 0.3  # the cosine of weights with their own scores, from where on they are of these
 ONE_NUMBER = 0.2  # of a weight, by which one number for all may be off
+_MASKED = "a mask"  # that nobody asked for: how pairs are told that are hidden alike
 MOST_KEYS = 320  # of a trial that is read
 
 
@@ -167,7 +168,7 @@ def compared(trial: Trial, read: Tensor, *, backward: bool = False) -> Read:
     if told := exchanged_keys(read, exact):
         return Read(told, "layout")
     sums = (read.sum(-1) / exact.sum(-1).clamp_min(1e-300)).clamp_min(1e-300)
-    ratios = compared_ratios(trial, *logarithms(read, exact), backward, sums)
+    ratios = compared_ratios(trial, log, clear, backward, sums)
     return replace(ratios, cause=in_backward(ratios.cause)) if backward else ratios
 
 
@@ -321,9 +322,6 @@ def _rest_right(read: Tensor, exact: Tensor, lost: Tensor) -> bool:
     log, clear = logarithms(read, exact)
     clear = clear * ~lost
     return rms(centered(log, clear), clear) < NEAR
-
-
-_MASKED = "a mask"
 
 
 class _Pattern(NamedTuple):
