@@ -127,9 +127,7 @@ def test_eager_adamw_gives_the_bits_of_torch(probe):
     sizes = operation.sizes[0].with_(calls=1, S=6)
     calls = drawn_calls(operation, probe, sizes, "bfloat16", torch.Generator().manual_seed(0))
     own = run_operation(resolve("torch", operation="adamw_low"), calls).result.tensors
-    define, recipe = next(
-        w.eager for w in eager_ways(calls, lambda _: 0.0) if w.eager and "decayed" in w.text
-    )()
+    define, recipe = next(w.eager for w in eager_ways(calls) if w.eager and "decayed" in w.text)()
     with recipe:
         made = changed(calls, recipe, define)
     for name in ("exp_avg", "exp_avg_sq"):

@@ -87,9 +87,8 @@ def operation_causes(
             tensors.setdefault(f.case, {})[f.tensor] = None
     # probes say more than sizes do: they are of one thing each
     cases = sorted(tensors.items(), key=lambda item: item[0].probe.startswith("sizes/"))
-    failures = [
-        Failure(references(case).inputs, tuple(failing)) for case, failing in cases[: 2 * FAILURES]
-    ]
+    known = [(references(case), tuple(failing)) for case, failing in cases[: 2 * FAILURES]]
+    failures = [Failure(of.inputs, failing, of.truth) for of, failing in known]
     failures = sorted(failures, key=lambda f: f.is_long)[:FAILURES]
     found = of_operation(run, failures)
     shared = [f for f in defects if f.property.startswith(SHARED)]

@@ -28,12 +28,13 @@ from halfulp.operations.operation_data import (
 )
 from halfulp.operations.operation_sizes import probe_of, size_rows
 from halfulp.operations.reading import ATTENTION, operation_named, operation_names
-from halfulp.operations.recorded import Recorded, UnlikeError
+from halfulp.operations.recorded import Recorded, Slope, UnlikeError
 from halfulp.operations.seam import (
     OF_DTYPE,
     OPERAND,
     PLACE,
     STOCHASTIC,
+    Change,
     Rounding,
     Steps,
     disturbed,
@@ -48,6 +49,7 @@ __all__ = [
     "PLACE",
     "STOCHASTIC",
     "BuiltIn",
+    "Change",
     "Define",
     "Operand",
     "Operation",
@@ -58,6 +60,7 @@ __all__ = [
     "Recorded",
     "Rounding",
     "Sizes",
+    "Slope",
     "Steps",
     "Tensors",
     "UnlikeError",

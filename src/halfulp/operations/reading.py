@@ -25,9 +25,10 @@ FILES = ("definition", "recipes", "probes", "targets")
 _HERE = Path(__file__).parent
 
 
-def operation_names() -> list[str]:
+@lru_cache(maxsize=1)
+def operation_names() -> tuple[str, ...]:
     """The operations that have a folder here."""
-    return sorted(path.parent.name for path in _HERE.glob(f"*/{FILES[0]}.py"))
+    return tuple(sorted(path.parent.name for path in _HERE.glob(f"*/{FILES[0]}.py")))
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ steps on that are changed: a search computes one call in hundreds of ways, and m
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfulp.calls import gradients_of
 from halfulp.operations.operation_calls import OperationCalls, evaluated, given_to
 from halfulp.operations.operation_data import Tensors
 from halfulp.operations.seam import Change, Steps
@@ -33,6 +34,28 @@ class _Node(NamedTuple):
     written: tuple[int, ...]
 
 
+class Slope(NamedTuple):
+    """A step that was met, or what is given, and how results change with it."""
+
+    name: str
+    given: bool
+    before: Tensor  # what went in
+    after: Tensor  # what became of it
+    along: list[Tensor | None]  # None: nothing asked for hangs on it
+
+
+_FLAT = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in ("round", "floor", "ceil", "trunc", "sign", "sgn", "frac")
+)
+"""Operators whose slope is 0, or 1, between jumps that are all they do."""
+_EQUAL = frozenset(
+    (torch.ops.aten.isnan.default, torch.ops.aten.eq.Scalar, torch.ops.aten.ne.Scalar,
+     torch.ops.aten.eq.Tensor, torch.ops.aten.ne.Tensor)
+)  # fmt: skip
+"""Comparisons that a small change of numbers does not change, as derivatives make them."""
+
+
 class UnlikeError(Exception):
     """What is changed has other operations; it is evaluated anew."""
 
@@ -45,40 +68,98 @@ class _One:
     values: list[Tensor] = field(default_factory=list)
     given: dict[str, int] = field(default_factory=dict)  # operands and gradients that arrive
     results: dict[str, int] = field(default_factory=dict)
-    below: dict[frozenset[object], list[_Node]] = field(default_factory=dict)
+    below: dict[Any, list[_Node]] = field(default_factory=dict)
 
-    def again(self, given: Tensors, change: Change, names: Collection[str]) -> Tensors:
-        """The results that are others with these operands in place of its own, and a change of
-        these steps.
+    def again(
+        self, given: Tensors, change: Change, names: Collection[str], only: frozenset[str]
+    ) -> Tensors:
+        """Those of these results that are others with these operands in place of its own, and a
+        change of these steps.
         """
         new: dict[int, Tensor] = {self.given[n]: self._like(self.given[n], x)
                                   for n, x in given.items() if n in self.given}  # fmt: skip
 
-        def filled(x: Any) -> Any:
-            if type(x) is _Value:
-                number = x.number
-                return new[number] if number in new else self.values[number]
-            return [filled(each) for each in x] if type(x) is list else x
-
-        for node in self._below(frozenset((*names, *new))):
+        for node in self._towards(frozenset((*names, *new)), only):
             if type(node.of) is str:
                 if node.of in names or not new.keys().isdisjoint(node.read):
                     (at,) = node.written
-                    value = self._like(at, change(node.of, filled(node.args[0])))
+                    value = self._like(at, change(node.of, self._filled(node.args[0], new)))
                     if not torch.equal(value, self.values[at]):
                         new[at] = value
             elif not new.keys().isdisjoint(node.read):
-                options = {name: filled(x) for name, x in node.options.items()}
-                found = node.of(*map(filled, node.args), **options)
-                new.update(zip(node.written, (found,) if type(found) is Tensor else found,
-                               strict=True))  # fmt: skip
-        return {name: new[at] for name, at in self.results.items() if at in new}
+                new.update(self._made(node, new))
+        return {n: new[at] for n, at in self.results.items() if at in new and n in only}
+
+    def _made(self, node: _Node, new: dict[int, Tensor]) -> dict[int, Tensor]:
+        """What an operator gives with these values in place of its own."""
+        options = {name: self._filled(x, new) for name, x in node.options.items()}
+        found = node.of(*(self._filled(x, new) for x in node.args), **options)
+        made = (found,) if type(found) is Tensor else found
+        return dict(zip(node.written, made, strict=True))
+
+    def _filled(self, x: Any, new: dict[int, Tensor]) -> Any:
+        if type(x) is _Value:
+            number = x.number
+            return new[number] if number in new else self.values[number]
+        return [self._filled(each, new) for each in x] if type(x) is list else x
 
     def _like(self, number: int, value: Tensor) -> Tensor:
         own = self.values[number]
         if value.shape != own.shape or value.dtype != own.dtype:
             raise UnlikeError
         return value
+
+    def slopes(self, along: Sequence[Tensors]) -> list[Slope]:
+        """How inner products of results with each of these change with the steps and what is given.
+        `UnlikeError` where an operator has no slope, as a comparison has none.
+        """
+        new: dict[int, Tensor] = {}
+        found: list[Slope] = []
+        leaves: list[Tensor] = []
+        for name, at in self.given.items():
+            if (x := self.values[at]).is_floating_point():
+                new[at] = x.clone().requires_grad_()
+                leaves.append(new[at])
+                found.append(Slope(name, True, x, x, []))
+        for node in self.nodes:
+            if type(node.of) is str:
+                (at,), read = node.written, node.args[0]
+                before, after = self._filled(read, {}), self.values[at]
+                leaves.append(torch.zeros_like(after).requires_grad_())
+                # as if nothing were rounded there
+                new[at] = self._filled(read, new) + (after - before) + leaves[-1]
+                found.append(Slope(node.of, False, before, after, []))
+            elif not new.keys().isdisjoint(node.read):
+                if node.of in _EQUAL:
+                    continue
+                written = [self.values[n] for n in node.written]
+                if node.of in _FLAT or not all(x.is_floating_point() for x in written):
+                    raise UnlikeError
+                new.update(self._made(node, new))
+        for each in along:
+            outs = {n: new[at] for n, at in self.results.items() if n in each and at in new}
+            grads = gradients_of([*outs.values()], [each[n] for n in outs], leaves, keep_graph=True)
+            for slope, grad in zip(found, grads, strict=True):
+                slope.along.append(grad)
+        return found
+
+    def reached(self, name: str, given: bool) -> Iterator[str]:
+        """The results that are made of a step, or of what is given."""
+        of = self.given[name] if given else name
+        written = {of, *(n for node in self._below(frozenset([of])) for n in node.written)}
+        yield from (result for result, at in self.results.items() if at in written)
+
+    def _towards(self, changed: frozenset[object], results: frozenset[str]) -> list[_Node]:
+        """What may become another by a change of these steps and values, and reaches results."""
+        if (key := (changed, results)) not in self.below:
+            wanted = {at for name, at in self.results.items() if name in results}
+            found = []
+            for node in reversed(self._below(changed)):
+                if not wanted.isdisjoint(node.written):
+                    wanted |= node.read
+                    found.append(node)
+            self.below[key] = found[::-1]
+        return self.below[key]
 
     def _below(self, changed: frozenset[object]) -> list[_Node]:
         """What may become another by a change of these steps and values."""
@@ -172,16 +253,40 @@ class Recorded:
                 parts.setdefault(name, []).append(x)
         self.found = {name: torch.stack(x) for name, x in parts.items()}
 
-    def again(self, calls: OperationCalls, change: Change, names: Collection[str]) -> Tensors:
+    def again(
+        self,
+        calls: OperationCalls,
+        change: Change,
+        names: Collection[str],
+        only: Collection[str] | None = None,
+    ) -> Tensors:
         """The results of these calls, which differ in operands at most, with a change of these
-        steps.
+        steps: all, or these `only`.
         """
+        results = frozenset(self.found if only is None else only)
         others = {n: x for now, own in ((calls.operands, self.calls.operands),
                                         (calls.grads, self.calls.grads))
                   for n, x in now.items() if x is not own[n]}  # fmt: skip
         parts: dict[str, list[Tensor]] = {}
         for number, one in enumerate(self.ones):
             given = {n: x[number].to(one.values[one.given[n]].dtype) for n, x in others.items()}
-            for name, x in one.again(given, change, names).items():
+            for name, x in one.again(given, change, names, results).items():
                 parts.setdefault(name, list(self.found[name]))[number] = x
-        return self.found | {name: torch.stack(x) for name, x in parts.items()}
+        found = {name: x for name, x in self.found.items() if name in results}
+        return found | {name: torch.stack(x) for name, x in parts.items()}
+
+    def reached(self, name: str, *, given: bool) -> set[str]:
+        """The results that are made of a step, or of what is given."""
+        return {result for one in self.ones for result in one.reached(name, given)}
+
+    def slopes(self, along: Sequence[Tensors]) -> list[Slope]:
+        """How inner products of results with each of these change with every step and what is
+        given, of all the calls. `UnlikeError` where an operator has no slope.
+        """
+        found = []
+        for number, one in enumerate(self.ones):
+            of = [{n: x[number] for n, x in each.items()} for each in along]
+            with torch.enable_grad():
+                found += one.slopes([{n: x.to(one.values[one.results[n]].dtype)
+                                      for n, x in each.items()} for each in of])  # fmt: skip
+        return found

@@ -36,6 +36,7 @@ class Failure:
 
     calls: OperationCalls
     failing: tuple[str, ...]
+    exact: Tensors | None = None  # the definition, where it is known
 
     @property
     def is_long(self) -> bool:
@@ -43,12 +44,17 @@ class Failure:
         return sum(x[0].numel() for x in self.calls.operands.values()) > LARGEST
 
 
-def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> Trial | None:
+def trial(
+    run: Run,
+    calls: OperationCalls,
+    failing: tuple[str, ...] | None,
+    exact: Tensors | None = None,
+) -> Trial | None:
     """One call of these, made small where it is too large, and of few steps where it errs as much
     then; where it is not known what fails, tensors that are twice as far off as both recipes. None
     where the kernel gives nothing.
     """
-    some = _small(_telling(run, calls, failing), LONGEST if failing else LARGEST)
+    some = _small(_telling(run, calls, failing, exact), LONGEST if failing else LARGEST)
     if some is None:
         return None
     whole = _trial(run, some, failing)
@@ -59,14 +65,19 @@ def trial(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> T
     return short if as_bad and short is not None else whole
 
 
-def _telling(run: Run, calls: OperationCalls, failing: tuple[str, ...] | None) -> OperationCalls:
+def _telling(
+    run: Run, calls: OperationCalls, failing: tuple[str, ...] | None, exact: Tensors | None
+) -> OperationCalls:
     """One of these calls: of those that fail together the one that errs most, if it is not all."""
     one = first_calls(calls, 1)
     result = run(calls) if failing and calls.count > 1 else None
     if result is None or not failing or failing[0] not in result.tensors:
         return one
-    kernel, exact = result.tensors[failing[0]].double(), defined(calls)[failing[0]].double()
-    found = [power(a, b, b) / max(square(b), 1e-300) for a, b in zip(kernel, exact, strict=True)]
+    name = failing[0]
+    pairs = zip(
+        result.tensors[name].double(), (exact or defined(calls))[name].double(), strict=True
+    )
+    found = [power(a, b, b) / max(square(b), 1e-300) for a, b in pairs]
     most = max(range(len(found)), key=found.__getitem__)
     if found[0] > FEW * found[most]:
         return one

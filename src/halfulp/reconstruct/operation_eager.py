@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,42 +22,69 @@ from halfulp.reconstruct.operation_steps import said, shapes_of_steps
 from halfulp.reconstruct.operation_ways import TOLD, Way
 
 
-def eager_ways(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator[Way]:
-    """The definition as eager code, in the operands' format throughout first; of several the one
-    that explains the largest share from each step on.
-    """
+def eager_ways(calls: OperationCalls) -> Iterator[Way]:
+    """The definition as eager code, in the operands' format throughout."""
     if calls.dtype == "float32":
         return
-    operation, own = calls.operation, OF_DTYPE[calls.dtype]
+    own = OF_DTYPE[calls.dtype]
     kept = f"what is kept for the backward pass is rounded to {own}"
     yield Way("grad-step-low", kept, within=partial(_kept, own))
     anew = "operands are cast up anew wherever they are used: the parts of their gradients are"
     yield Way("grad-sum-low", f"{anew} rounded to {own} before they are added",
               within=partial(_CastAnew, own))  # fmt: skip
-    forms: list[tuple[Way, Define, list[str]]] = []
-    both = "every step of both passes"
-    low = f"is rounded to {own}, as eager code does"
-    for define in operation.eager or (operation.define,):
-        steps = [n for n in shapes_of_steps(calls, define) if not n.startswith("grad_")]
-        if len(steps) == 1 and not operation.eager:  # what is low is its sum
-            return
-        names = ", ".join(map(said, steps[:TOLD])) + " …" * (len(steps) > TOLD)
-        ran = partial(_ran, define, calls.dtype, "")
-        forms.append((Way("step-low", f"{both} ({names}) {low}", eager=ran), define, steps))
+    forms = _forms(calls)
     yield from (way for way, _, _ in forms)
-    for told, (cause, define) in operation.related.items():
-        ran = partial(_ran, define, calls.dtype, "")
-        yield Way(cause, f"{told}; {both} {low}", eager=ran)
-    _, define, steps = max(forms, key=lambda form: share(form[0]))
+    for told, (cause, define) in calls.operation.related.items() if forms else ():
+        ran = _Ran(define, calls.dtype)
+        yield Way(cause, f"{told}; {_BOTH} {_low(calls)}", eager=ran)
+
+
+def eager_ways_from(calls: OperationCalls, share: Callable[[Way], float]) -> Iterator[Way]:
+    """The same from each step on, of the form that explains the largest share."""
+    forms = [] if calls.dtype == "float32" else _forms(calls)
+    _, define, steps = max(forms, key=lambda form: share(form[0]), default=(None, None, []))
     for name in steps:
-        text = f"{both} {low}, from {said(name)} on"
+        text = f"{_BOTH} {_low(calls)}, from {said(name)} on"
         for leaves in (False, True) if calls.grads else (False,):  # they are of gradients
-            ran = partial(_ran, define, calls.dtype, name, leaves)
+            ran = _Ran(define, calls.dtype, name, leaves)
             yield Way("step-low", text, eager=ran)
 
 
-def _ran(define: Define, dtype: str, since: str, leaves: bool = False) -> tuple[Define, _Eager]:
-    return define, _Eager(dtype, since, leaves)
+def _forms(calls: OperationCalls) -> list[tuple[Way, Define, list[str]]]:
+    """Each way to write the definition, and its steps; none where what is low is its one sum."""
+    operation = calls.operation
+    forms: list[tuple[Way, Define, list[str]]] = []
+    for define in operation.eager or (operation.define,):
+        steps = [n for n in shapes_of_steps(calls, define) if not n.startswith("grad_")]
+        if len(steps) == 1 and not operation.eager:
+            return []
+        names = ", ".join(map(said, steps[:TOLD])) + " …" * (len(steps) > TOLD)
+        ran = _Ran(define, calls.dtype)
+        forms.append(
+            (Way("step-low", f"{_BOTH} ({names}) {_low(calls)}", eager=ran), define, steps)
+        )
+    return forms
+
+
+_BOTH = "every step of both passes"
+
+
+def _low(calls: OperationCalls) -> str:
+    return f"is rounded to {OF_DTYPE[calls.dtype]}, as eager code does"
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """A form of eager code, equal to another that runs alike."""
+
+    define: Any
+    dtype: str
+    since: str = ""
+    leaves: bool = False
+
+    def __call__(self) -> tuple[Any, Any]:
+        """The definition, and what rounds while it runs."""
+        return self.define, _Eager(self.dtype, self.since, self.leaves)
 
 
 def _kept(fmt: Format) -> AbstractContextManager[Any]:

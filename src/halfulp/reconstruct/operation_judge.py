@@ -4,15 +4,17 @@ tried by themselves, several together, in regions, and held against the other ca
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from operator import itemgetter
 
 from halfulp.operations import STOCHASTIC, Rounding
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.found import FoundWay, Rival
 from halfulp.reconstruct.operation_blocks import block_ways, codes_read
-from halfulp.reconstruct.operation_eager import eager_ways
+from halfulp.reconstruct.operation_eager import eager_ways, eager_ways_from
 from halfulp.reconstruct.operation_mistakes import Region
 from halfulp.reconstruct.operation_operands import overwritten
 from halfulp.reconstruct.operation_others import Others
@@ -83,20 +85,26 @@ class Judge:
             del bases[0]
         start = max(self.trial.share(base, ()) for base in bases)
         floor = operation.floor
-        eager = [
-            (floor, *self.trial.best(floor, (), way))
-            for way in eager_ways(self.trial.calls, lambda way: self.trial.share(floor, (way,)))
-        ]
+        eager = self._each(floor, eager_ways(self.trial.calls))
+        # eager code from one step on is like eager code mostly
+        later = eager_ways_from(self.trial.calls, lambda way: self.trial.share(floor, (way,)))
+        resembled = any(self.trial.like(of, way) > LIKE for of, _, way in eager)
+        if resembled:
+            eager += self._each(floor, later)
         found: list[_Tried] = []
         tried: list[Way] = []
         base, share, way = max(eager, key=_share, default=(floor, 0.0, None))
-        if way is None or share < ALL or not self._foretells(base, way):
+        wholly = way is not None and share >= ALL and self.trial.spares(base, way)
+        if not (way and wholly and self._foretells(base, way)):
             found, tried = self._alone(bases)
             if max(found, key=_share)[2].options:  # not read so, or read at another place
                 elsewhere = [w for w in rewritten_ways(self.trial.calls) if w.cause == "option"]
-                found += [(floor, *self.trial.best(floor, (), way)) for way in elsewhere]
+                found += self._each(floor, elsewhere)
         found += eager
-        known, told = (1.0, True) if self._sure(found) else self._by_roundings(found, tried)
+        known, told = self._known(found, tried)
+        if not (resembled or told):
+            found += self._each(floor, later)
+            known, told = self._known(found, tried)
         explained = known >= DO
         if self.thorough and known < ALMOST and not told:
             more = self._further(bases, found, explained)
@@ -104,6 +112,12 @@ class Judge:
                 tried = _both([*more, *found])
             found += more
         return self._named(found, tried, explained, start)
+
+    def _each(self, floor: Rounding, ways: Iterable[Way]) -> list[_Tried]:
+        return [(floor, *self.trial.best(floor, (), way)) for way in ways]
+
+    def _known(self, found: list[_Tried], tried: list[Way]) -> tuple[float, bool]:
+        return (1.0, True) if self._sure(found) else self._by_roundings(found, tried)
 
     def _named(
         self, found: list[_Tried], tried: list[Way], explained: bool, start: float
@@ -188,7 +202,8 @@ class Judge:
             # a sum that is too long to be tried here may be all there is
             return chosen[1:] if self.trial.share(base, chosen[1:]) >= WHOLLY else chosen
         if way.eager is None:  # a mistake in eager code, which shows where that does not
-            for one in eager_ways(calls, lambda one: worst.share(base, (one,))):
+            later = eager_ways_from(calls, lambda one: worst.share(base, (one,)))
+            for one in chain(eager_ways(calls), later):
                 if worst.share(base, (one,)) >= WHOLLY:
                     return (way, one)
         return (way,)
@@ -388,14 +403,7 @@ class Judge:
         if not found:
             return False
         base, share, way = max(found, key=_share)
-        emulated = self.trial.emulated(base, (way,))
-        if share < WHOLLY or emulated is None:
-            return False
-        names = self.trial.failing
-        rest = sum(self.trial.left(emulated, name) for name in names)
-        return rest <= max(
-            6 * self.trial.as_rounded, 1e-6 * sum(self.trial.errors[n] for n in names)
-        )
+        return share >= WHOLLY and self.trial.all_but_rounding(base, way)
 
     def _told_apart(self, found: list[_Tried]) -> tuple[_Tried, float, tuple[Rival, ...]]:
         """Of ways that explain about as much as the best the one that fits the other calls too."""
@@ -418,6 +426,8 @@ class Judge:
             scores.append(share + fits[-1])
         rows = list(zip(rivals, fits, scores, strict=False))
         alike = [row for row in rows if row[2] >= max(scores) - equal]
+        if len(alike) > 1:  # what leaves alone what is right
+            alike = [r for r in alike if self.trial.spares(r[0][0], r[0][2])] or alike
         named = min(alike, key=lambda row: order[id(row[0][2])])
         rows.sort(key=lambda row: (row is not named, -row[2]))
         told: dict[str, Rival] = {}

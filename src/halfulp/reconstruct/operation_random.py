@@ -29,7 +29,7 @@ def random_cause(run: Run, calls: OperationCalls) -> str:
     if result is None or name not in result.tensors:
         return ""
     exact = defined(calls)[name]
-    if _is_steady(run, calls, result.tensors[name], name):
+    if calls.count > 1 and is_steady(run, calls):  # of one call the rest says more
         return _of_value(result.tensors[name].double(), exact, calls.dtype)
     own = result.tensors[name].double() - exact
     if float((own.abs() > 2 * _steps(calls)).double().mean()) > FEW:
@@ -48,17 +48,17 @@ def all_random(one: Trial, tensors: str) -> bool:
     return set(tensors.split(", ")) <= set().union(*reached)
 
 
-def _is_steady(run: Run, calls: OperationCalls, given: Tensor, name: str) -> bool:
-    """Whether calls give the same in another order, when they draw other random numbers."""
-    operands = {n: x.roll(1, 0) for n, x in calls.operands.items()}
-    grads = {n: x.roll(1, 0) for n, x in calls.grads.items()}
-    again = run(replace(calls, operands=operands, grads=grads))
-    # one call has no other order, and is given the random numbers that it had
-    return (
-        calls.count > 1
-        and again is not None
-        and torch.equal(again.tensors[name].roll(-1, 0), given)
+def is_steady(run: Run, calls: OperationCalls) -> bool:
+    """Whether a call that is made twice, between which other random numbers would be drawn, gives
+    the same.
+    """
+    twice = replace(
+        calls,
+        operands={n: torch.cat([x[:1], x[:1]]) for n, x in calls.operands.items()},
+        grads={n: torch.cat([x[:1], x[:1]]) for n, x in calls.grads.items()},
     )
+    found, name = run(twice), calls.operation.results[0].name
+    return found is not None and name in found.tensors and torch.equal(*found.tensors[name])
 
 
 def _of_value(given: Tensor, exact: Tensor, dtype: str) -> str:

@@ -23,7 +23,7 @@ from halfulp.reconstruct.operation_noise import noise_of
 from halfulp.reconstruct.operation_numbers import tiny_factor
 from halfulp.reconstruct.operation_others import SLIGHT
 from halfulp.reconstruct.operation_places import manner_of
-from halfulp.reconstruct.operation_random import all_random, random_cause
+from halfulp.reconstruct.operation_random import all_random, is_steady, random_cause
 from halfulp.reconstruct.operation_reached import Reached, reached
 from halfulp.reconstruct.operation_scales import scales_read
 from halfulp.reconstruct.operation_trials import Run, Trial
@@ -42,7 +42,7 @@ def of_operation(
     call of every probe where they are not given; where none explains enough, one that says where
     the first's error is. None where nothing errs, or the kernel gives nothing.
     """
-    trials = [one for f in failures if (one := trial(run, f.calls, f.failing)) is not None]
+    trials = _trials(run, failures)
     if others is None:
         of = failures[0].calls if failures else None
         others = panel(run, of.operation, of.dtype, short=True) if of is not None else ()
@@ -90,11 +90,7 @@ def of_operation(
         if found[-1].share >= (DO if of_rounding else WHOLLY) and found[-1].fits >= WRONG:
             break
     best = max(found, key=_rank, default=None)
-    if (
-        best is not None
-        and all_random(wrong[0], best.tensor)
-        and not (best.share and best.cause in OTHERWISE)
-    ):
+    if best is not None and _may_be_random(run, wrong[0], (*trials, *others), best):
         for calls in (*(f.calls for f in failures), *(t.calls for t in others)):
             if text := random_cause(run, calls):
                 return FoundWay("random", text, 0.0, 0.0, best.tensor)
@@ -107,6 +103,21 @@ def of_operation(
     broken = int((first.kernel[name].isfinite() != first.exact[name].isfinite()).sum())
     text = f"{name} is not finite in {broken} elements; on another call {best.text}"
     return best if "not finite" in best.text else replace(best, text=text)
+
+
+def _may_be_random(run: Run, one: Trial, every: Sequence[Trial], found: FoundWay) -> bool:
+    """Whether all that fails hangs on random numbers, and what is named may have drawn some: it is
+    no other function, and not what gives the numbers of a kernel that draws none.
+    """
+    if not all_random(one, found.tensor) or (found.share and found.cause in OTHERWISE):
+        return False
+    # on some calls all random numbers but a few go one way
+    return found.share < WHOLLY or not all(is_steady(run, t.calls) for t in every)
+
+
+def _trials(run: Run, failures: Sequence[Failure]) -> list[Trial]:
+    found = (trial(run, f.calls, f.failing, f.exact) for f in failures)
+    return [one for one in found if one is not None]
 
 
 def _has_few_numbers(one: Trial) -> bool:

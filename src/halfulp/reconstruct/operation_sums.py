@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halfulp.formats import BF16, FP16, FP64, Format, round_to, running_sums
 from halfulp.operations import (
     OF_DTYPE,
+    Change,
     OperationCalls,
+    Recorded,
     Tensors,
+    UnlikeError,
     changed,
     defined,
     exactly,
@@ -37,14 +40,14 @@ def sum_ways(calls: OperationCalls) -> Iterator[Way]:
     """Short sums over every step that does nothing but enter a sum, and of matrix products."""
     own = OF_DTYPE[calls.dtype] if calls.dtype != "float32" else BF16
     some = first_calls(calls, 1)
-    exact = defined(some)
+    exact, again = defined(some), _again(some)
     for name, shape in reversed(shapes_of_steps(calls).items()):
         for dim, length in enumerate(shape):
             if 4 <= length <= _LONGEST:
                 index = _index_of(calls, length) if dim == 0 else None
                 if index is not None:
                     yield from _sums_by(calls, name, said(name), own, index)
-                if _is_summed(some, exact, name, dim):
+                if _is_summed(again, exact, name, dim):
                     yield from _sums(name, said(name), own, dim, length)
     yield from _of_products(calls)
 
@@ -81,7 +84,7 @@ def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
         found.select(dim, 0).copy_(_running(sums, fmt, dim, 1, "running").sum(dim))
         return found
     ones = x.movedim(dim, 0)
-    parts = ones if block == 1 else torch.stack([p.sum(0) for p in torch.split(ones, block)])
+    parts = ones if block == 1 else _in_blocks(ones, block)
     if how in ("tree", "parts", "both"):
         parts = round_to(parts, fmt)
     if how == "tree":
@@ -99,13 +102,31 @@ def _running(x: Tensor, fmt: Format, dim: int, block: int, how: str) -> Tensor:
     return found.index_copy_(dim, places, moved.movedim(0, dim))
 
 
-def _is_summed(some: OperationCalls, exact: Tensors, name: str, dim: int) -> bool:
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """Sums of so many rows each, of the rest in the last."""
+    whole = x.shape[0] // block * block
+    sums = x[:whole].reshape(-1, block, *x.shape[1:]).sum(1)
+    return sums if whole == x.shape[0] else torch.cat([sums, x[whole:].sum(0, keepdim=True)])
+
+
+def _again(some: OperationCalls) -> Callable[[Change, str], Tensors]:
+    """The definition once more, with a change of one step."""
+    try:
+        recorded = Recorded(some, exactly, torch.float64)
+    except UnlikeError:
+        return lambda change, name: defined(some, change, (name,))
+    return lambda change, name: recorded.again(some, change, (name,))
+
+
+def _is_summed(
+    again: Callable[[Change, str], Tensors], exact: Tensors, name: str, dim: int
+) -> bool:
     """Whether all that becomes of a step is its sum along a dimension."""
 
     def gathered(own: str, exact: Tensor) -> Tensor:
         return running(exact, FP64, dim, 4, "parts") if own == name else exact
 
-    other = defined(some, gathered, (name,))
+    other = again(gathered, name)
     return all(
         bool((((other[n] - x).abs() <= 1e-9 * x.abs() + 1e-12) | ~x.isfinite()).all())
         for n, x in exact.items()

@@ -23,6 +23,7 @@ from halfulp.operations import (
     changed,
     disturbed,
 )
+from halfulp.reconstruct.operation_slopes import FAILS, Slopes, slopes_of
 from halfulp.reconstruct.operation_steps import OPERAND, RESULT, shapes_of_steps
 from halfulp.reconstruct.operation_ways import Way, computed, is_made
 
@@ -33,6 +34,8 @@ SAME = 0.05  # share of an error that may be left of what is not random after al
 ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in both
 NEAR_WIDE = 1e-4  # the same in float32, where nothing is rounded to less
 NEAR = 0.03  # of its size, by which steps that are rounded otherwise may put a tensor off
+SLIGHT = 0.02  # share that a rounding may explain to first order, below which it is not tried
+FIRST_ORDER = 0.3  # relative error below which that is so
 LITTLE = 0.1  # share of an error below which it does not matter how little a way explains
 OFTEN = 6  # ways tried of a call, from which on its evaluation is recorded
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
@@ -170,7 +173,11 @@ class Trial:
         return share, way if way.alone == alone else replace(way, alone=alone)
 
     def _best(self, base: Rounding, chosen: tuple[Way, ...], way: Way) -> tuple[float, str]:
-        if (most := self._forward(base, (*chosen, way))) < LITTLE:
+        # beside another way other numbers are rounded, whose errors have nothing in common
+        slopes = None if chosen else self._slopes(base)
+        if slopes is not None and slopes.gain(way) < SLIGHT:
+            return -1.0, way.alone
+        if (most := self._most(base, chosen, way)) < LITTLE:
             return most, way.alone
         both = self.emulated(base, (*chosen, way))
         if not chosen:
@@ -179,6 +186,7 @@ class Trial:
             return -1.0, way.alone
         with_it = self._scores(both)
         found = (self._of_scores(with_it), way.alone)
+        self._keep_share(base, (*chosen, way), found[0])
         without = self._scores_without(base, chosen) if self.calls.grads else None
         if without is None:
             return found
@@ -197,19 +205,30 @@ class Trial:
             self.known[key] = None if none is None else self._scores(none)
         return self.known[key]  # type: ignore[no-any-return]
 
-    def _forward(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
-        """The most that ways can explain, by the forward pass alone where nothing else fails: half
-        of an emulation or less.
+    def _most(self, base: Rounding, chosen: tuple[Way, ...], way: Way) -> float:
+        """The most that one more way can explain, by what fails alone: by the forward pass where
+        nothing else does, half of an emulation or less; else by what it reaches of a recorded one.
         """
-        if not self.calls.grads or any(n.startswith("grad_") for n in self.failing):
+        calls, ways, only = self.calls, (*chosen, way), None
+        if calls.grads and not any(n.startswith("grad_") for n in self.failing):
+            calls = replace(calls, grads={})
+        elif len(self.failing) < len(self.kernel) and all(
+            w.may_be_in_part and not (w.alone or w.results) for w in ways
+        ):
+            only = self.failing if self._recorded(base, calls) is not None else None
+        if calls is self.calls and only is None:
             return 1.0
-        found = self._computed(replace(self.calls, grads={}), base, chosen)
+        found = self._computed(calls, base, ways, only)
         if found is None:
             return 1.0
-        if len(chosen) == 1:
-            self._keep_likeness(base, chosen[0], found)
-        left = (self.left(found, n) / max(self.errors[n], 1e-300) for n in self.failing)
-        return sum(max(-1.0, 1 - x) for x in left) / len(self.failing)
+        if not chosen:
+            self._keep_likeness(base, way, found)
+        scores = {n: max(-1.0, 1 - self.left(found, n) / max(self.errors[n], 1e-300))
+                  for n in self.failing}  # fmt: skip
+        if only is not None:  # one gradient alone may be made so
+            without = self._scores_without(base, chosen) or {}
+            scores = {n: max(x, without.get(n, -1.0)) for n, x in scores.items()}
+        return sum(scores.values()) / len(scores)
 
     def _random(self, way: Way) -> bool:
         """Whether a step is altered that common kernels round stochastically."""
@@ -254,28 +273,40 @@ class Trial:
             return {name.removeprefix(RESULT)}
         key = ("hangs", name)
         if key not in self.known:
-            start, moved = self.emulated(base, ()), self.emulated(base, (moving(name),))
-            self.known[key] = (
-                {n: x - start[n] for n, x in moved.items() if not _equal(x, start[n])}
-                if start is not None and moved is not None
-                else self.exact
-            )
+            self.known[key] = self._reached(base, name)
         # what moves nothing, as a maximum that is subtracted, may break everything
         return set(self.known[key] or self.failing)
+
+    def _reached(self, base: Rounding, name: str) -> set[str]:
+        start = self.emulated(base, ())
+        if start is None:
+            return {*self.exact}
+        if (recorded := self._recorded(base, self.calls)) is not None:
+            given = name.startswith(OPERAND)
+            return recorded.reached(name.removeprefix(OPERAND), given=given) & self.exact.keys()
+        moved = self.emulated(base, (moving(name),))
+        if moved is None:
+            return {*self.exact}
+        return {n for n, x in moved.items() if not _equal(x, start[n])}
 
     def share(self, base: Rounding, chosen: tuple[Way, ...]) -> float:
         """How much of the failing tensors' squared errors these ways explain, less what they make
         wrong of the others: 1 for all, below 0 for less than nothing.
         """
-        key = ("share", self.failing, base.name, *map(_known_as, chosen))
-        if key not in self.known:
-            emulated = self.emulated(base, chosen)
-            random = any(self._random(way) for way in chosen) and not self._same(emulated)
-            found = -1.0 if random else self.of(emulated)
-            if not all(way.text for way in chosen):
-                return found
-            self.known[key] = found
-        return self.known[key]  # type: ignore[no-any-return]
+        if (key := self._shared(base, chosen)) in self.known:
+            return self.known[key]  # type: ignore[no-any-return]
+        emulated = self.emulated(base, chosen)
+        random = any(self._random(way) for way in chosen) and not self._same(emulated)
+        found = -1.0 if random else self.of(emulated)
+        self._keep_share(base, chosen, found)
+        return found
+
+    def _shared(self, base: Rounding, chosen: tuple[Way, ...]) -> tuple[Any, ...]:
+        return ("share", self.failing, base.name, *map(_known_as, chosen))
+
+    def _keep_share(self, base: Rounding, chosen: tuple[Way, ...], share: float) -> None:
+        if all(way.text for way in chosen):  # else they are told alike
+            self.known[self._shared(base, chosen)] = share
 
     def of(self, emulated: Tensors | None) -> float:
         """The share of an emulation."""
@@ -303,6 +334,14 @@ class Trial:
         found = sum(shares) / len(shares) if shares else 0.0
         return found - sum(wrong) / max(1, len(wrong))
 
+    def all_but_rounding(self, base: Rounding, way: Way) -> bool:
+        """Whether a way leaves no more of what fails than rounding may make."""
+        if (emulated := self.emulated(base, (way,))) is None:
+            return False
+        rest = sum(self.left(emulated, name) for name in self.failing)
+        least = 1e-6 * sum(self.errors[name] for name in self.failing)
+        return rest <= max(6 * self.as_rounded, least)
+
     def spoilt(self, base: Rounding, chosen: tuple[Way, ...]) -> bool:
         """Whether these ways put a tensor off by more than the kernel's rounding may."""
         found = self.emulated(base, chosen)
@@ -310,6 +349,12 @@ class Trial:
             self.left(found, n) > max(4 * error, NEAR**2 * square(self.exact[n]))
             for n, error in self.errors.items()
         )
+
+    def spares(self, base: Rounding, way: Way) -> bool:
+        """Whether a way leaves as they are the tensors that do not fail."""
+        found = self.emulated(base, (way,))
+        scores = self._scores(found) if found is not None else {"": 1.0}
+        return not any(x for name, x in scores.items() if name not in self.failing)
 
     def breaks(self, base: Rounding, chosen: tuple[Way, ...]) -> bool:
         """Whether these ways have NaN or Inf where the kernel has a number."""
@@ -341,12 +386,15 @@ class Trial:
         return emulated
 
     def _computed(
-        self, calls: OperationCalls, base: Rounding, chosen: tuple[Way, ...]
+        self,
+        calls: OperationCalls,
+        base: Rounding,
+        chosen: tuple[Way, ...],
+        only: Collection[str] | None = None,
     ) -> Tensors | None:
         try:
-            found = self._found(calls, base, chosen)
-        except (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError,
-                ValueError):  # fmt: skip
+            found = self._found(calls, base, chosen, only)
+        except FAILS:
             return None
         names = self.kernel.keys() & found.keys()
         if any(found[name].shape != self.kernel[name].shape for name in names):
@@ -355,15 +403,44 @@ class Trial:
         return made | {n: torch.where(here, self.exact[n], made[n])
                        for n, here in self.spared.items() if n in made}  # fmt: skip
 
-    def _found(self, calls: OperationCalls, base: Rounding, chosen: tuple[Way, ...]) -> Tensors:
+    def _slopes(self, base: Rounding) -> Slopes | None:
+        """What a rounding may explain; None where it is not known."""
+        key = ("slopes", self.failing, base.name)
+        if key not in self.known:
+            start = self.emulated(base, ())
+            left = {n: self.kernel[n] - start[n] for n in self.failing} if start else {}
+            whole = bool(left) and all(bool(x.isfinite().all()) for x in left.values())
+            recorded = self._recorded(base, self.calls) if whole else None
+            small = self.relative < FIRST_ORDER  # what explains it moves results as little
+            self.known[key] = recorded and slopes_of(recorded, base, left, self.errors, small)
+        return self.known[key]  # type: ignore[no-any-return]
+
+    def _recorded(self, base: Rounding, calls: OperationCalls) -> Recorded | None:
+        """The call in this arithmetic, to be made again; None where it hangs on numbers."""
         key = ("recorded", base.name, bool(calls.grads))
-        kept = self.known.get(key, 0)
-        if type(kept) is int and all(way.may_be_in_part for way in chosen):
-            self.known[key] = kept = kept + 1
+        if key not in self.known:
+            try:
+                random = STOCHASTIC in base.steps.values()
+                found = None if random else Recorded(calls, base.change(calls.dtype), torch.float32)
+            except UnlikeError:
+                found = None
+            self.known[key] = found
+        return self.known[key]  # type: ignore[no-any-return]
+
+    def _found(
+        self,
+        calls: OperationCalls,
+        base: Rounding,
+        chosen: tuple[Way, ...],
+        only: Collection[str] | None,
+    ) -> Tensors:
+        key = ("tried", base.name, bool(calls.grads))
+        in_parts = all(way.may_be_in_part for way in chosen)
+        self.known[key] = tried = self.known.get(key, 0) + in_parts
+        often = tried >= OFTEN or only is not None
+        recorded = self._recorded(base, calls) if in_parts and often else None
         try:
-            if kept == OFTEN and STOCHASTIC not in base.steps.values():
-                self.known[key] = kept = Recorded(calls, base.change(calls.dtype), torch.float32)
-            return computed(calls, base, chosen, kept if isinstance(kept, Recorded) else None)
+            return computed(calls, base, chosen, recorded, only)
         except UnlikeError:
             return computed(calls, base, chosen)
 

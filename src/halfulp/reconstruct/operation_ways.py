@@ -7,7 +7,7 @@ Nothing here knows an operation: steps, operands, options and symbols are the op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -162,6 +162,7 @@ def computed(
     base: Rounding,
     ways: tuple[Way, ...],
     recorded: Recorded | None = None,  # what `base` makes of these calls
+    only: Collection[str] | None = None,  # of what is recorded
 ) -> Tensors:
     """The results and gradients of a kernel that is `base` but for these ways."""
     recipe, define = base.change(calls.dtype), calls.operation.define
@@ -217,7 +218,7 @@ def computed(
 
     names = {name for way in ways for name in (*way.steps, *way.formats)}
     if recorded is not None and all(way.may_be_in_part for way in ways):
-        found = in_own_dtypes(calls, change, recorded.again(calls, change, names))
+        found = in_own_dtypes(calls, change, recorded.again(calls, change, names, only))
     else:
         eager = any(way.eager is not None for way in ways)  # sees every step
         with running_as:
