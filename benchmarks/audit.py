@@ -1,7 +1,7 @@
 """What a quick audit costs in processor time on one core, with the references of its inputs on disk
 and without, and what --full holds in memory.
 
-usage: python -m benchmarks.audit [--target sdpa:math] [--op attention] [--rounds 3] [--memory]
+usage: python -m benchmarks.audit [--target sdpa:math] [--op attention …] [--rounds 3] [--memory]
 
 Fresh processes, with and without the cache by turns, so that a busy spell of the machine falls on
 both; their ratio is what a change is judged by, since processor time too grows on a busy machine,
@@ -91,31 +91,33 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default="sdpa:math", help="a kernel that costs little")
-    parser.add_argument("--op", default="attention", help="the operation that it computes")
+    parser.add_argument("--op", nargs="+", default=["attention"], help="what it computes")
     parser.add_argument("--rounds", type=int, default=3, help="audits of each kind")
     parser.add_argument("--memory", action="store_true", help="also --full's peak memory")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as cache:
-        asked = (options.target, options.op)
-        audit_seconds(*asked, cache)  # fills it
-        pairs = [
-            (audit_seconds(*asked, cache), audit_seconds(*asked, "off"), import_seconds())
-            for _ in range(options.rounds)
-        ]
-    warm, cold, kernel, loaded = (
-        statistics.median(each)
-        for each in zip(*((w[0], c[0], w[1], own) for w, c, own in pairs), strict=True)
-    )
-    ratio = statistics.median(w[0] / c[0] for w, c, _ in pairs)
-    times = statistics.median(w[0] / own for w, _, own in pairs)
-    goal = SECONDS if options.op == "attention" else SMALL_SECONDS
-    print(f"quick audit of {options.target}, and {kernel:.1f} s of the kernel's own passes:")
-    print(f"{warm:.1f} s with references on disk (goal {goal:g}), {times:.1f} × import torch's")
-    print(f"{loaded:.1f} s for import torch alone")
-    print(f"{cold:.1f} s without; ratio {ratio:.2f} (median of {options.rounds} pairs)")
+    for op in options.op:
+        _measure(options.target, op, options.rounds)
     if options.memory:
         held = full_gigabytes(options.target)
         print(f"--full: {held:.1f} GB at its peak (goal {GIGABYTES:g})")
+
+
+def _measure(target: str, op: str, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        audit_seconds(target, op, cache)  # fills it
+        runs = [
+            (*audit_seconds(target, op, cache), *audit_seconds(target, op, "off"), import_seconds())
+            for _ in range(rounds)
+        ]
+    warm, kernel, cold, _, loaded = map(statistics.median, zip(*runs, strict=True))
+    beyond = [warm - loaded for warm, *_, loaded in runs]
+    ratio = statistics.median(warm / cold for warm, _, cold, *_ in runs)
+    goal = SECONDS if op == "attention" else SMALL_SECONDS
+    print(f"quick audit of {target}, {op}, and {kernel:.1f} s of the kernel's own passes:")
+    print(f"{warm:.2f} s with references on disk (goal {goal:g}), of which")
+    print(f"{loaded:.2f} s is import torch; {statistics.median(beyond):.2f} beyond it,"
+          f" {min(beyond):.2f} to {max(beyond):.2f}")  # fmt: skip
+    print(f"{cold:.2f} s without; ratio {ratio:.2f} (medians of {rounds} rounds)", flush=True)
 
 
 if __name__ == "__main__":

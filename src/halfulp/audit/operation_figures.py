@@ -5,6 +5,7 @@ The same figures as attention's, a sample being one independently drawn call.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from halfulp.audit.figures import (
     short,
 )
 from halfulp.audit.part_leans import Directions, directions, part_leans
-from halfulp.formats import FORMAT_OF, FP32
+from halfulp.formats import FORMAT_OF, FP32, Format
 from halfulp.operations import (
     DTYPES,
     OperationCalls,
@@ -45,8 +46,9 @@ _DUST = 2.0**-7  # of a unit roundoff: what fp32 in any order may make
 
 @dataclass(frozen=True)
 class OperationStandard:
-    """What rounding makes of one case: kept on disk."""
+    """What is exact on one case, and what rounding makes of it: kept on disk."""
 
+    truth: Tensors  # fp64, `[calls, ...]`
     noise: dict[str, Tensor]  # root mean square an element, every step rounded by 1, by row
     stock: Measured
     floor: Measured
@@ -77,8 +79,12 @@ class OperationReferences(Measures):
 
     inputs: OperationCalls
     probe: OperationProbe
-    truth: Tensors  # fp64, `[calls, ...]`
     standard: OperationStandard
+
+    @property
+    def truth(self) -> Tensors:
+        """The definition in fp64, `[calls, ...]`."""
+        return self.standard.truth
 
     def measure(self, result: OperationResult) -> Measured:
         """What is measured of a target's result on this case."""
@@ -86,14 +92,15 @@ class OperationReferences(Measures):
         return _measured(result.tensors, self.inputs, self.truth, of.noise, of.along)
 
 
-def operation_standard(calls: OperationCalls, truth: Tensors) -> OperationStandard:
-    """Natural noise, stock and floor of some calls."""
+def operation_standard(calls: OperationCalls) -> OperationStandard:
+    """The definition, natural noise, stock and floor of some calls."""
+    truth = defined(calls)
     noise, along = _natural_noise(calls, truth), directions(calls, truth)
     stock, floor = (
         _measured(emulated(calls, recipe), calls, truth, noise, along)
         for recipe in (calls.operation.stock, calls.operation.floor)
     )
-    return OperationStandard(noise, stock, floor, along)
+    return OperationStandard(truth, noise, stock, floor, along)
 
 
 def _rows(name: str, calls: OperationCalls, x: Tensor) -> int:
@@ -144,13 +151,15 @@ def _measured(
             continue
         fmt = FORMAT_OF[dtypes[name]]
         got = got.double()
-        representable = exact.isfinite() & (exact.abs() <= fmt.max)
-        bad = int((~got.isfinite() & representable).sum())
-        if bad:
-            nonfinite[name] = bad
-            continue
-        difference = torch.where(representable, got - exact, 0.0)
-        exact = torch.where(exact.isfinite(), exact, 0.0)
+        difference = got - exact
+        if not _is_plain(difference, exact, fmt):
+            representable = exact.isfinite() & (exact.abs() <= fmt.max)
+            bad = int((~got.isfinite() & representable).sum())
+            if bad:
+                nonfinite[name] = bad
+                continue
+            difference = torch.where(representable, difference, 0.0)
+            exact = torch.where(exact.isfinite(), exact, 0.0)
         off, size = (_by_row(name, calls, t).unsqueeze(1) for t in (difference, exact))
         dust = noise[name] * _WIDER if is_wider(dtypes[name], calls) else noise[name]
         natural = (dust.square().sum((1, 2)) * size.shape[-1]).sqrt()
@@ -167,12 +176,25 @@ def _measured(
         coarser = max(fmt, FORMAT_OF[DTYPES[calls.dtype]], key=lambda f: f.unit_roundoff)
         leans.append(Lean(name, lean_along(off, size, natural, coarser)))
         if name in along:
-            wide = noise[name].expand_as(off[:, 0]).reshape(difference.shape)
+            of_rows = noise[name].square()
+            weight = torch.where(of_rows > 0, 1 / of_rows, 0.0).nan_to_num_(0.0, 0.0, 0.0)
+            wide = weight.expand_as(off[:, 0]).reshape(difference.shape)
             symbols, unit = _symbols(name, calls), coarser.unit_roundoff
             onto = {"": exact, **along[name]}
             leans += part_leans(name, difference, onto, wide, symbols, unit)
         ulps[name] = error_in_ulps(difference, exact, fmt)
     return Measured(tuple(figures), tuple(leans), nonfinite, ulps)
+
+
+def _is_plain(difference: Tensor, exact: Tensor, fmt: Format) -> bool:
+    """Whether all numbers are some that the format has, as nearly everywhere: to look at each would
+    take longer than to measure it.
+    """
+    if not exact.numel():
+        return True
+    least, most = exact.aminmax()
+    within = max(-float(least), float(most)) <= fmt.max  # not where one is NaN
+    return within and math.isfinite(float(difference.sum()))
 
 
 def _symbols(name: str, calls: OperationCalls) -> list[str]:
@@ -203,8 +225,10 @@ def _peak(
     """The largest error of an element in units of what rounding its row's largest may make."""
     largest = size.abs().amax(-1, keepdim=True) * of_result
     allowed = torch.maximum(largest, noise.unsqueeze(1) * (unit * _DUST)) + FP32.min_normal
-    # rounding makes small numbers of small numbers; a 0 has been flushed
-    weight = torch.where((got.reshape(off.shape) == 0) & (off != 0), _FLUSHED, 1.0)
-    error, at = (weight * off.abs() / allowed).flatten(1).max(-1)
+    beyond = off.abs() / allowed
+    if not float(got.abs().amin()):
+        # rounding makes small numbers of small numbers; a 0 has been flushed
+        beyond *= torch.where((got.reshape(off.shape) == 0) & (off != 0), _FLUSHED, 1.0)
+    error, at = beyond.flatten(1).max(-1)
     there, expected = (x.flatten(1).gather(1, at[:, None])[:, 0] for x in (got, exact))
     return Peak(error, torch.ones_like(error), at, there, expected, tuple(got.shape))

@@ -87,29 +87,29 @@ def _parts(symbol: str, n: int) -> tuple[list[str], Tensor]:
 
 
 def part_leans(
-    name: str, off: Tensor, along: Tensors, noise: Tensor, symbols: list[str], unit: float
+    name: str, off: Tensor, along: Tensors, weight: Tensor, symbols: list[str], unit: float
 ) -> list[Lean]:
     """A result's error `[calls, ...]` projected on each direction, and on itself as "", in each
-    part, in unit roundoffs of the step; noise as wide as the error: rows count by what rounding
+    part, in unit roundoffs of the step; weights as wide as the error: rows count by what rounding
     makes of them.
     """
-    found = []
-    weight = torch.where(noise > 0, 1 / noise.square(), 0.0).nan_to_num_(0.0, 0.0, 0.0)
+    found = list[Lean]()
     off, both = off * weight, off.new_empty(2, *off.shape)
     for step, direction in along.items():
         wide = direction.double()
         torch.mul(wide, off, out=both[0])
         torch.mul(wide.square(), weight, out=both[1])
 
-        def put(part: str, sums: Tensor, step: str = step) -> None:
+        def put(parts: list[str], sums: Tensor, step: str = step) -> None:
+            """Of sums `[2, calls, parts]`."""
             lean = torch.where(sums[1] > 0, sums[0] / sums[1].clamp_min(1e-300), 0.0) / unit
-            found.append(Lean(name, lean, f"{step or 'its own size'}{part}"))
+            told = [f"{step or 'its own size'}{part}" for part in parts]
+            found.extend(map(Lean, [name] * len(told), lean.unbind(-1), told))
 
         if step:  # the lean of the whole along itself is another test's
-            put("", both.flatten(2).sum(-1))
+            put([""], both.flatten(2).sum(-1, keepdim=True))
         for dim, symbol in enumerate(symbols, 2):
             parts, inside = _parts(symbol, both.shape[dim])
-            alone = both.movedim(dim, 2).flatten(3).sum(-1) if both.ndim > 3 else both
-            for part, sums in zip(parts, (alone @ inside).unbind(-1), strict=True):
-                put(part, sums)
+            rest = [d for d in range(2, both.ndim) if d != dim]
+            put(parts, (both.sum(rest) if rest else both) @ inside)
     return found

@@ -26,7 +26,7 @@ from halfulp.audit.operation_figures import (
 from halfulp.audit.probes import Probe, probe_named
 from halfulp.audit.rounding_bound import beyond_rounding
 from halfulp.calls import Result, gradients_of
-from halfulp.operations import ATTENTION, OperationCalls, defined, probe_of
+from halfulp.operations import ATTENTION, OperationCalls, probe_of
 from halfulp.recipes import Recipe
 
 T = TypeVar("T")
@@ -176,9 +176,8 @@ def references(case: Case) -> Any:
     if case.operation == ATTENTION:
         return References(case, _kept(case, Standard, lambda: _standard(case)))
     calls: OperationCalls = case.inputs()
-    truth = defined(calls)
-    standard = _kept(case, OperationStandard, lambda: operation_standard(calls, truth))
-    return OperationReferences(calls, probe_of(calls.operation, case.probe), truth, standard)
+    standard = _kept(case, OperationStandard, lambda: operation_standard(calls))
+    return OperationReferences(calls, probe_of(calls.operation, case.probe), standard)
 
 
 def _kept(case: Case, kind: type[T], computed: Callable[[], T]) -> T:

@@ -224,9 +224,11 @@ def _leans(case: Case, measured: Measured, reference: References, level: float) 
         shared = level / (parts[got.tensor] if got.along else 1)
         # A lean counts if it is there, is more than the stock recipe's on the same inputs, and is
         # larger than the stock recipe's own.
-        itself, excess = estimate(got.lean, shared / 2), excess_lean(got, stock, shared)
-        stock_mean = float(stock.lean.mean())
-        if min(itself.reach, excess.reach) <= least or abs(itself.mean) <= abs(stock_mean):
+        itself = estimate(got.lean, shared / 2)
+        if itself.reach <= least:  # as nearly all of some thousand
+            continue
+        excess, stock_mean = excess_lean(got, stock, shared), float(stock.lean.mean())
+        if excess.reach <= least or abs(itself.mean) <= abs(stock_mean):
             continue
         along = got.along or "its own size"
         text = (

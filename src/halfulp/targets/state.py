@@ -50,7 +50,7 @@ def as_before(device: torch.device, *, grad: bool) -> Iterator[list[str]]:
         # looking at all of this takes 0.7 ms a call (docs/log.md), so that every call can have it
         settings = [*SETTINGS, *_of_device(device)]
         before = [setting.read() for setting in settings]
-        functions = [(owner, dict(vars(owner))) for owner in _OWNERS]
+        functions = [(owner, vars(owner).copy()) for owner in _OWNERS]
         try:
             yield changed
         finally:
