@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -186,7 +187,8 @@ class Trial:
             return -1.0, way.alone
         with_it = self._scores(both)
         found = (self._of_scores(with_it), way.alone)
-        self._keep_share(base, (*chosen, way), found[0])
+        if not chosen:
+            self._keep_share(base, (way,), found[0])
         without = self._scores_without(base, chosen) if self.calls.grads else None
         if without is None:
             return found
@@ -419,12 +421,10 @@ class Trial:
         """The call in this arithmetic, to be made again; None where it hangs on numbers."""
         key = ("recorded", base.name, bool(calls.grads))
         if key not in self.known:
-            try:
-                random = STOCHASTIC in base.steps.values()
-                found = None if random else Recorded(calls, base.change(calls.dtype), torch.float32)
-            except UnlikeError:
-                found = None
-            self.known[key] = found
+            self.known[key] = None
+            if STOCHASTIC not in base.steps.values():
+                with suppress(UnlikeError, *FAILS):
+                    self.known[key] = Recorded(calls, base.change(calls.dtype), torch.float32)
         return self.known[key]  # type: ignore[no-any-return]
 
     def _found(
