@@ -188,6 +188,12 @@ def first_calls(calls: OperationCalls, count: int) -> OperationCalls:
     return replace(calls, operands=operands, grads={n: x[:count] for n, x in calls.grads.items()})
 
 
+def calls_at(calls: OperationCalls, numbers: list[int]) -> OperationCalls:
+    """Those of these numbers, one as often as it is named."""
+    operands = {name: x[numbers] for name, x in calls.operands.items()}
+    return replace(calls, operands=operands, grads={n: x[numbers] for n, x in calls.grads.items()})
+
+
 def sizes_of(calls: OperationCalls) -> dict[str, int]:
     """What each symbol stands for in these calls."""
     return {

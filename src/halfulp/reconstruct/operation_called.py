@@ -14,6 +14,7 @@ from halfulp.operations import (
     Operation,
     OperationCalls,
     Tensors,
+    calls_at,
     defined,
     drawn_calls,
     first_calls,
@@ -73,18 +74,10 @@ def _telling(
     result = run(calls) if failing and calls.count > 1 else None
     if result is None or not failing or failing[0] not in result.tensors:
         return one
-    name = failing[0]
-    pairs = zip(
-        result.tensors[name].double(), (exact or defined(calls))[name].double(), strict=True
-    )
-    found = [power(a, b, b) / max(square(b), 1e-300) for a, b in pairs]
+    kernel, due = (x[failing[0]].double() for x in (result.tensors, exact or defined(calls)))
+    found = [power(a, b, b) / max(square(b), 1e-300) for a, b in zip(kernel, due, strict=True)]
     most = max(range(len(found)), key=found.__getitem__)
-    if found[0] > FEW * found[most]:
-        return one
-    pick = {n: x[most : most + 1] for n, x in calls.operands.items()}
-    return replace(
-        calls, operands=pick, grads={n: x[most : most + 1] for n, x in calls.grads.items()}
-    )
+    return one if found[0] > FEW * found[most] else calls_at(calls, [most])
 
 
 def _of_few_steps(calls: OperationCalls) -> OperationCalls | None:

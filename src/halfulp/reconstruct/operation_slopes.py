@@ -12,16 +12,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from halfulp.operations import OperationCalls, Recorded, Rounding, Slope, Tensors, UnlikeError
+from halfulp.operations import OperationCalls, Recorded, Rounding, Slope, Tensors
 from halfulp.reconstruct.causes import CAUSES
 from halfulp.reconstruct.operation_mistakes import Alter
 from halfulp.reconstruct.operation_steps import OPERAND, RESULT
-from halfulp.reconstruct.operation_ways import Way
-
-FAILS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError,
-         ValueError)  # fmt: skip
-"""What a definition raises where it has no value in some way."""
-
+from halfulp.reconstruct.operation_ways import FAILS, Way
 
 SUMS = frozenset({"sum-low", "grad-sum-low"})
 """Causes whose steps do nothing but enter a sum: results are linear in them, and where terms cancel
@@ -30,7 +25,9 @@ large beside them.
 
 
 class Slopes:
-    """Of one call in one arithmetic: how far towards the kernel a step moves what fails."""
+    """Of one call in one arithmetic: how far towards the kernel a step moves what fails.
+    `UnlikeError` where the definition has no slopes.
+    """
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class Slopes:
             for at, along in enumerate(slope.along):
                 if along is not None:
                     inner[at] += float(torch.dot(moved, along.flatten()))
-        if not all(map(math.isfinite, inner)):
+        if not all(map(math.isfinite, (*inner, *(left for left, _ in self.scales)))):
             return 1.0
         gains = list[float]()
         for (left, error), found in zip(self.scales, inner, strict=True):
@@ -92,17 +89,3 @@ def _is_local(way: Way) -> bool:
     return not (
         way.formats or way.of_calls or way.region or way.only or way.operands or way.results
     )
-
-
-def slopes_of(
-    recorded: Recorded,
-    base: Rounding,
-    left: Tensors,
-    errors: Mapping[str, float],
-    small: bool = True,
-) -> Slopes | None:
-    """None where they are not known."""
-    try:
-        return Slopes(recorded, base, left, errors, small)
-    except (UnlikeError, RuntimeError):
-        return None

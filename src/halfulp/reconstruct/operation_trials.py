@@ -24,9 +24,9 @@ from halfulp.operations import (
     changed,
     disturbed,
 )
-from halfulp.reconstruct.operation_slopes import FAILS, Slopes, slopes_of
+from halfulp.reconstruct.operation_slopes import Slopes
 from halfulp.reconstruct.operation_steps import OPERAND, RESULT, shapes_of_steps
-from halfulp.reconstruct.operation_ways import Way, computed, is_made
+from halfulp.reconstruct.operation_ways import FAILS, Way, computed, is_made
 
 Run = Callable[[OperationCalls], OperationResult | None]
 
@@ -36,7 +36,7 @@ ONE_PASS = 0.02  # share that a way must explain more in one pass alone than in 
 NEAR_WIDE = 1e-4  # the same in float32, where nothing is rounded to less
 NEAR = 0.03  # of its size, by which steps that are rounded otherwise may put a tensor off
 SLIGHT = 0.02  # share that a rounding may explain to first order, below which it is not tried
-FIRST_ORDER = 0.3  # relative error below which that is so
+FIRST_ORDER = 0.3  # relative error: what explains less moves results by little
 LITTLE = 0.1  # share of an error below which it does not matter how little a way explains
 OFTEN = 6  # ways tried of a call, from which on its evaluation is recorded
 BROKEN = 1e3  # what a value that is not finite where another is counts, in its tensor's size
@@ -273,8 +273,7 @@ class Trial:
         """The tensors that change with a step, or all that fail where none does."""
         if name.startswith(RESULT):
             return {name.removeprefix(RESULT)}
-        key = ("hangs", name)
-        if key not in self.known:
+        if (key := ("hangs", name)) not in self.known:
             self.known[key] = self._reached(base, name)
         # what moves nothing, as a maximum that is subtracted, may break everything
         return set(self.known[key] or self.failing)
@@ -411,10 +410,11 @@ class Trial:
         if key not in self.known:
             start = self.emulated(base, ())
             left = {n: self.kernel[n] - start[n] for n in self.failing} if start else {}
-            whole = bool(left) and all(bool(x.isfinite().all()) for x in left.values())
-            recorded = self._recorded(base, self.calls) if whole else None
-            small = self.relative < FIRST_ORDER  # what explains it moves results as little
-            self.known[key] = recorded and slopes_of(recorded, base, left, self.errors, small)
+            self.known[key] = None
+            if left and (recorded := self._recorded(base, self.calls)) is not None:
+                small = self.relative < FIRST_ORDER
+                with suppress(UnlikeError, *FAILS):
+                    self.known[key] = Slopes(recorded, base, left, self.errors, small)
         return self.known[key]  # type: ignore[no-any-return]
 
     def _recorded(self, base: Rounding, calls: OperationCalls) -> Recorded | None:

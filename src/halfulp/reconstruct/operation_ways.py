@@ -157,6 +157,11 @@ def _called_by(calls: OperationCalls, way: Way) -> OperationCalls:
     return replace(calls, operands=operands, grads={n: given[n] for n in calls.grads})
 
 
+FAILS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, TypeError,
+         ValueError)  # fmt: skip
+"""What a definition raises where it has no value in some way."""
+
+
 def computed(
     calls: OperationCalls,
     base: Rounding,
